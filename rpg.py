@@ -36,7 +36,6 @@ What differs from the paper and its released code, and why:
 import contextlib
 import dataclasses
 import difflib
-import gc
 import hashlib
 import heapq
 import inspect
@@ -61,9 +60,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -85,7 +84,6 @@ class UsageError(ValueError):
 
 
 # ---- 1. Constants (paper §5, App. H) -----------------------------------------------------------------------
-
 
 EVAL_SETS = ",".join(f"{prep_data.DATA_DIR}/{name}.parquet" for name in ("aime24", "aime25", "amc23"))
 
@@ -210,11 +208,11 @@ def parse_config(argv: list[str]) -> Config:
             raise UsageError(f"unknown option {option}{hint}: options are --name=value, --help lists them")
         given[match[1]] = parse_value(match[1], match[2], fields[match[1]].type)
     values = {}
-    if not torch.cuda.is_available():
-        values |= NO_GPU
-        if not given.get("model") and not given.get("plan"):
-            values |= TINY
+    if not torch.cuda.is_available() and not given.get("plan"):
+        values = NO_GPU | (TINY if not given.get("model") else {})
     config = Config(**(values | given))
+    if not values:
+        config.model = config.model or GPU_MODEL
     config.rollout = config.rollout or "vllm"
     config.max_prompt_length = config.max_prompt_length or DEFAULT_LENGTH
     config.max_response_length = config.max_response_length or DEFAULT_LENGTH
@@ -253,6 +251,9 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--tokens_per_microbatch={config.tokens_per_microbatch}: a prompt and its response "
                          f"may take {longest} tokens; raise it, or lower max_prompt_length or "
                          "max_response_length")
+    names = [Path(path).stem for path in config.eval_data.split(",")]
+    if len(names) > len(set(names)):
+        raise UsageError(f"--eval_data={config.eval_data}: two files of one name would share their metrics")
     algorithm = algorithm_of(config)
     probe = torch.zeros(1, 2)
     try:  # §2 knows its own names
@@ -265,7 +266,9 @@ def check_config(config: Config) -> None:
         raise UsageError("the clip needs 0 <= eps_low < 1, eps_high >= 0 and dual_clip > 1")
     if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
         raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
-    if config.truncated_is_cap and config.old_policy == "sampler":
+    if config.truncated_is_cap is not None and config.truncated_is_cap <= 0:
+        raise UsageError(f"--truncated_is_cap={config.truncated_is_cap}: must be above 0")
+    if config.truncated_is_cap is not None and config.old_policy == "sampler":
         raise UsageError('--truncated_is_cap corrects old_policy="trainer"; with "sampler" the weights are '
                          'exact already')
 
@@ -329,11 +332,11 @@ def help_text() -> str:
 #     "differentiable"   an antiderivative of −W as a function of log πθ            Table 1 (u·), Table 4
 #     "reinforce"        −SG(W) log πθ, SG the stop-gradient                        App. F (Eq. F.1, F.2)
 #
-# What per-token weights leave out: the exact weight of token t's whole context is Π_{s<t} w_s. Dropping it
-# means that prefixes are drawn from π_old: with token losses summed over a response the gradient is exactly
-# that of Σ_t E_{prefix ~ π_old} [ E_{x_t ~ πθ}[A] − β D_t ]. On-policy (w = 1) this is the gradient of the
-# sequence objective (for "rkl"/"urkl" without the later tokens' KL as a cost of earlier ones); off-policy it
-# is an approximation, good while πθ stays near π_old. That is what the clip is for.
+# What per-token weights leave out: the weights of the tokens before and after. Token losses summed over a
+# response have exactly the gradient of Σ_t (E[A] − β E[D_t]), prefix and rest drawn from π_old, x_t from πθ.
+# On-policy with π_ref = π_old that is the gradient of the sequence objective. With another anchor, rkl and
+# urkl lack the later tokens' KL as a cost of earlier ones, fkl and ufkl the prefix's weight Π_{s<t} q_s.
+# Off-policy it is an approximation, good while πθ stays near π_old: that is what the clip is for.
 
 KL_WEIGHTS = {  # C/β, the KL part of W, as a function of w, log r, q
     "fkl": lambda w, log_r, q: q,
@@ -348,9 +351,10 @@ KL_LOSSES = {  # differentiable KL loss over β: d/d log πθ is −C/β (dw = w
     "urkl": lambda w, log_r, q, logprobs: w * log_r - w,
 }
 # What GRPO and REINFORCE++ use instead: an estimator of KL(πθ‖π_ref), differentiated as a loss without asking
-# whether its gradient is the KL's (§2.2). It is not: E_old[∇k1] is 0 on-policy (REINFORCE++'s scripts use it
-# all the same), ∇k2 = log r ∇log πθ is right on-policy only, ∇k3 = (1 − 1/r) ∇log πθ is the *forward* KL's.
-# The correction weights k3 and differentiates w too: ∇(w·k3) = w log r ∇log πθ, URKL's gradient per token.
+# whether its gradient is the KL's (§2.2). It is not: E_old[∇k1] is 0 on-policy and never depends on π_ref
+# (REINFORCE++'s released scripts use it all the same), ∇k2 = log r ∇log πθ is right on-policy only, and
+# ∇k3 = (1 − 1/r) ∇log πθ is the *forward* KL's. The correction weights k3 and differentiates w too:
+# ∇(w·k3) = w log r ∇log πθ, URKL's gradient token by token.
 KL_PENALTIES = {
     "k1": lambda w, log_r: log_r,
     "k2": lambda w, log_r: log_r**2 / 2,
@@ -390,9 +394,9 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, ad
     low, high = 1 - eps_low, 1 + eps_high
 
     if estimator == "differentiable":
-        # Alg. 1 on the reward part. The paper has the KL term inside its Â; taken literally that doubles it
-        # for RKL and URKL where unclipped (same mean, other variance) and cancels it for FKL and UFKL: all of
-        # their KL gradient is lost (100 %, by enumeration). So: clip −wA, add the exact KL loss unclipped.
+        # Alg. 1 on the reward part. The paper has the KL term inside its Â. Taken literally, unclipped, that
+        # adds βw∇log πθ, of mean zero, for RKL and URKL; for FKL and UFKL the KL cancels, and 100 % of its
+        # gradient is lost (by enumeration). So: clip −wA, add the exact KL loss unclipped.
         loss = -w * advantages
         clipped = torch.zeros_like(w, dtype=torch.bool)
         if clip == "dual":
@@ -417,13 +421,10 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, ad
             # Alg. 2, Eq. 4.1. With ℓ = −log πθ > 0 the branch is the sign of A' = A + C/w, so of W (w > 0).
             # Outside the trust region, where the step would go on outwards, the gradient stops, reward and KL
             # alike; the value left (only w·A takes the bound) is for loss curves, not for the optimizer.
-            above = weight_w >= high
-            below, far = weight_w <= low, weight_w >= dual_clip
-            bound = torch.where(weight >= 0, torch.full_like(weight, high),
-                                torch.where(below, torch.full_like(weight, low), dual_clip))
-            clipped = torch.where(weight >= 0, above, below | far)
-            stopped = -(bound * advantages + kl_part) * logprobs.detach()
-            loss = torch.where(clipped, stopped, loss)
+            outside = (weight_w <= low) | (weight_w >= dual_clip)
+            clipped = torch.where(weight >= 0, weight_w >= high, outside)
+            bounded = torch.where(weight >= 0, weight_w.clamp(max=high), weight_w.clamp(low, dual_clip))
+            loss = torch.where(clipped, -(bounded * advantages + kl_part) * logprobs.detach(), loss)
 
     if kl in KL_PENALTIES:
         loss = loss + beta * KL_PENALTIES[kl](w, log_r)
@@ -494,7 +495,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One point of the design space: the arguments of policy_loss, and what surrounds it (PAPER App. H)."""
+    """One point of the design space: the arguments of policy_loss, and what surrounds it (App. H)."""
     estimator: str
     kl: str
     beta: float
@@ -530,7 +531,6 @@ ALGORITHMS = {
 
 
 # ---- 3. Data and reward (paper §5, App. H) -----------------------------------------------------------------
-
 
 @dataclass
 class Sample:
@@ -647,7 +647,6 @@ def set_advantages(samples: list[Sample], kind: str) -> None:
 
 # ---- 4. Model: shard, pack, log-probs, reference (paper §5) ------------------------------------------------
 
-
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -684,7 +683,7 @@ def on_rank_0(function) -> object:
     return result[0]
 
 
-def make_tiny_model(folder: Path, seed: int) -> None:
+def make_tiny_model(config: Config) -> None:
     """A Qwen3 of 0.8 M parameters with a character tokenizer, as a folder. "Answer: " is one token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -695,19 +694,19 @@ def make_tiny_model(folder: Path, seed: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>",
-                            unk_token="<|unk|>", chat_template=template).save_pretrained(folder)
-    seed_all(seed, "tiny model")
+                            unk_token="<|unk|>", chat_template=template).save_pretrained(config.model)
+    seed_all(config.seed, "tiny model")
     shape = Qwen3Config(vocab_size=len(words), hidden_size=192, intermediate_size=512, num_hidden_layers=2,
                         head_dim=32, num_attention_heads=4, num_key_value_heads=4,
                         max_position_embeddings=256, tie_word_embeddings=True,
                         pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(config.model)
 
 
 class Policy(nn.Module):
     """A causal LM whose forward returns log-probs: decoder, head and log-softmax under one FSDP root."""
 
-    CHUNK = 1024  # tokens whose logits [CHUNK, V] exist at a time
+    CHUNK = 512  # tokens whose logits [CHUNK, V] exist at a time
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -718,8 +717,10 @@ class Policy(nn.Module):
         """Log-probs and entropies [N], float32, of targets [N] predicted at `predict` [N] of row [1, L]."""
         hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids,
                                use_cache=False).last_hidden_state
-        hidden = hidden[0, predict]  # [N, D]
-        # Checkpointed chunks: the full [N, V] matrix exists neither in the forward nor in the backward.
+        return self.chunked_head(hidden[0, predict], targets, temperature)
+
+    def chunked_head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Head over hidden [N, D] in checkpointed chunks: [N, V] exists in neither forward nor backward."""
         parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False)
                  for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK))]
         logprobs, entropy = zip(*parts)
@@ -892,7 +893,7 @@ class Reference:
 
 def generate(rollout, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
     """n samples for each (group, row)."""
-    outputs = rollout.generate([row["prompt_ids"] for _, row in prompts], n)
+    outputs = rollout.generate([row["prompt_ids"] for _, row in prompts], n) if prompts else []
     owners = [pair for pair in prompts for _ in range(n)]
     return [Sample(row, group, row["prompt_ids"], ids, logprobs, finished)
             for (group, row), (ids, logprobs, finished) in zip(owners, outputs)]
@@ -1052,7 +1053,6 @@ ROLLOUTS = {"hf": HFRollout, "vllm": VLLMRollout}
 
 # ---- 6. One iteration (paper Fig. 1, Alg. 2, §5) -----------------------------------------------------------
 
-
 @dataclass
 class Run:
     """What lives from one iteration to the next."""
@@ -1104,9 +1104,9 @@ def training_weights(optimizer: torch.optim.Optimizer):
         optimizer.eval()
 
 
-def optimizer_step(run_policy: Policy, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
+def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
     """Clip, step, zero; returns the norm before clipping. Not finite, it is so on every rank: all skip."""
-    norm = nn.utils.clip_grad_norm_(run_policy.parameters(), grad_clip).full_tensor().item()
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), grad_clip).full_tensor().item()
     if math.isfinite(norm):
         optimizer.step()
     else:
@@ -1129,14 +1129,16 @@ def pretrain(run: Run) -> None:
                       + [run.tokenizer.eos_token_id])
             samples.append(Sample(row, i, row["prompt_ids"], answer, torch.empty(0), True))
         denominator = sum(len(s.response_ids) for s in samples)
+        total = 0.0
         for pile in microbatches(samples, world_size(), config.tokens_per_microbatch)[rank()]:
             packed = pack(pile, run.device)
             logprobs, _ = token_logprobs(run.policy, packed, temperature=1.0)
             loss = reduce_loss(-logprobs, packed.mask(), "token-mean", denominator) * world_size()
             loss.backward()
+            total += loss.item()
         optimizer_step(run.policy, optimizer, config.grad_clip)
-        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
-    log(f"supervised warm-up: {config.pretrain_steps} steps, last loss {loss.item():.3f}")
+        bar.set_postfix_str(f"loss {total:.3f}", refresh=False)
+    log(f"supervised warm-up: {config.pretrain_steps} steps, last loss {total:.3f}")
 
 
 def sync(run: Run) -> None:
@@ -1154,10 +1156,70 @@ def attach_logprobs(run: Run, batches: list[Packed], name: str) -> None:
             setattr(sample, name, values[:length].clone())
 
 
+def make_minibatches(run: Run, kept: list[Sample]) -> tuple[list[tuple[list[Packed], int]], float]:
+    """Whole groups to mini-batches: ([(this rank's packed micro-batches, global denominator)], waste).
+
+    Rows hold no padding; waste is the share of the ranks' token slots spent waiting for the longest row."""
+    config, minibatches, working, lasting = run.config, [], 0, 0
+    size = config.prompts_per_step * config.responses_per_prompt
+    for start in range(0, len(kept), size):
+        samples = kept[start : start + size]
+        dealt = microbatches(samples, world_size(), config.tokens_per_microbatch)
+        loads = [[sum(s.length for s in pile) for pile in piles] for piles in dealt]  # [rank][micro-batch]
+        working += sum(map(sum, loads))
+        lasting += world_size() * sum(map(max, zip(*loads)))
+        tokens = sum(len(s.response_ids) for s in samples)
+        denominator = tokens if run.algorithm.loss_mean == "token-mean" else len(samples)
+        minibatches.append(([pack(pile, run.device) for pile in dealt[rank()]], denominator))
+    return minibatches, 1 - working / lasting if lasting else 0.0
+
+
+def attach_old_and_ref(run: Run, batches: list[Packed]) -> None:
+    """log π_old of every sample, and log π_ref where a reference of its own exists."""
+    if run.config.old_policy == "trainer":
+        attach_logprobs(run, batches, "old_logprobs")
+    if run.reference:
+        with run.reference.in_place(run.policy):
+            attach_logprobs(run, batches, "ref_logprobs")
+    for sample in (s for packed in batches for s in packed.samples):
+        if run.config.old_policy == "sampler":
+            sample.old_logprobs = sample.sampler_logprobs.to(run.device)
+        if not run.reference:
+            sample.ref_logprobs = sample.old_logprobs
+
+
+def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict, peaks: dict) -> float:
+    """One optimizer step; adds to the token sums and peaks of the diagnostics. Returns the gradient norm."""
+    config, algorithm = run.config, run.algorithm
+    for packed in packs:
+        logprobs, entropy = token_logprobs(run.policy, packed, config.temperature)  # [B, T]
+        mask = packed.mask()  # [B, T]
+        if not packed.samples:  # a filler: zero weight, same collectives
+            (logprobs * mask).sum().backward()
+            continue
+        old, ref, sampler = (packed.pad(getattr(s, name) for s in packed.samples)
+                             for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"))
+        advantages = torch.tensor([s.advantage for s in packed.samples], device=mask.device)[:, None]
+        loss, stats = policy_loss(logprobs, old, ref, advantages.expand_as(mask), **loss_arguments(algorithm))
+        if config.truncated_is_cap is not None:
+            loss = loss * truncated_weight(old, sampler, config.truncated_is_cap)
+        # FSDP averages gradients over ranks: times world size makes it the sum that the denominator expects.
+        (reduce_loss(loss, mask, algorithm.loss_mean, denominator) * world_size()).backward()
+
+        w, real = stats["ratio"], mask.bool()
+        trainer = logprobs.detach() if config.old_policy == "sampler" else old
+        for name, value in (("tokens", mask), ("entropy", entropy), ("clip_fraction", stats["clipped"]),
+                            ("kl_old", w - 1 - w.log()), ("kl_ref", stats["kl"]),
+                            ("sampler_gap", (trainer - sampler).abs())):
+            sums[name] = sums.get(name, 0.0) + value[real].sum().item()
+        for name, value in (("ratio_max", w), ("ratio_error", (w - 1).abs())):
+            peaks[name] = max(peaks.get(name, 0.0), value[real].max().item())
+    return optimizer_step(run.policy, run.optimizer, config.grad_clip)
+
+
 def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
     """Rollout, advantages, old log-probs, optimizer steps, reference update: (metrics, all samples)."""
-    config, algorithm, device = run.config, run.algorithm, run.device
-    seconds = {}
+    config, seconds = run.config, {}
 
     @contextlib.contextmanager
     def timed(phase):
@@ -1175,94 +1237,43 @@ def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
     if groups < config.prompts_per_iteration:
         log(f"step {step}: dynamic sampling found {groups} of {config.prompts_per_iteration} groups"
             + ("" if groups else ", none to train on: no optimizer step"))
-
-    # 2. Advantages; mini-batches of whole groups, dealt to ranks and packed.
-    plan, waste, waiting = [], 0, 0
+    # 2. Advantages, and mini-batches of whole groups.
     if kept:
-        set_advantages(kept, algorithm.advantage)
-    size = config.prompts_per_step * config.responses_per_prompt
-    for start in range(0, len(kept), size):
-        minibatch = kept[start : start + size]
-        dealt = microbatches(minibatch, world_size(), config.tokens_per_microbatch)
-        loads = [[sum(s.length for s in pile) for pile in piles] for piles in dealt]  # [rank][micro-batch]
-        waiting += sum(map(max, zip(*loads))) * world_size()
-        waste += sum(map(max, zip(*loads))) * world_size() - sum(map(sum, loads))
-        tokens = sum(len(s.response_ids) for s in minibatch)
-        denominator = tokens if algorithm.loss_mean == "token-mean" else len(minibatch)
-        plan.append(([pack(pile, device) for pile in dealt[rank()]], denominator))
-    batches = [packed for packs, _ in plan for packed in packs]
-
-    # 3. log π_old now, before any step; log π_ref too where a reference of its own exists.
+        set_advantages(kept, run.algorithm.advantage)
+    minibatches, waste = make_minibatches(run, kept)
+    # 3. log π_old now, before any step.
     with timed("logprob"):
-        if config.old_policy == "trainer":
-            attach_logprobs(run, batches, "old_logprobs")
-        if run.reference:
-            with run.reference.in_place(run.policy):
-                attach_logprobs(run, batches, "ref_logprobs")
-        for sample in (s for packed in batches for s in packed.samples):
-            if config.old_policy == "sampler":
-                sample.old_logprobs = sample.sampler_logprobs
-            if not run.reference:
-                sample.ref_logprobs = sample.old_logprobs
-
-    # 4. Mini-batches: after the first one the policy has moved, and the importance weights with it.
+        attach_old_and_ref(run, [packed for packs, _ in minibatches for packed in packs])
+    # 4. Optimizer steps: after the first one the policy has moved, and the importance weights with it.
     for group in run.optimizer.param_groups:
         group["lr"] = config.learning_rate * min(1.0, step / max(1, config.lr_warmup_iterations))
-    totals, peaks, norms = (
-        dict.fromkeys(("tokens", "entropy", "clipped", "kl_old", "kl_ref", "gap"), 0.0), [0.0, 0.0], [])
+    sums, peaks, first_error, norms = {}, {}, None, []
     with timed("train"), training_weights(run.optimizer):
-        for i, (packs, denominator) in enumerate(plan):
-            for packed in packs:
-                logprobs, entropy = token_logprobs(run.policy, packed, config.temperature)  # [B, T]
-                mask = packed.mask()
-                if not packed.samples:  # a filler: zero weight, same collectives
-                    (logprobs * mask).sum().backward()
-                    continue
-                old, ref, sampler = (packed.pad(getattr(s, name) for s in packed.samples)
-                                     for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"))
-                advantages = torch.tensor([s.advantage for s in packed.samples],
-                                          device=device)[:, None].expand_as(mask)
-                loss, stats = policy_loss(logprobs, old, ref, advantages, **loss_arguments(algorithm))
-                if config.truncated_is_cap is not None:
-                    loss = loss * truncated_weight(old, sampler, config.truncated_is_cap)
-                # FSDP averages gradients over ranks; world size makes it the sum the denominator expects.
-                (reduce_loss(loss, mask, algorithm.loss_mean, denominator) * world_size()).backward()
-
-                w, kept_mask = stats["ratio"], mask.bool()
-                compared = logprobs.detach() if config.old_policy == "sampler" else old
-                for name, value in (("tokens", mask), ("entropy", entropy), ("clipped", stats["clipped"]),
-                                    ("kl_old", w - 1 - w.log()), ("kl_ref", stats["kl"]),
-                                    ("gap", (compared - sampler).abs())):
-                    totals[name] += value[kept_mask].sum().item()
-                peaks[0] = max(peaks[0], w[kept_mask].max().item())
-                if i == 0:
-                    peaks[1] = max(peaks[1], (w[kept_mask] - 1).abs().max().item())
-            norms.append(optimizer_step(run.policy, run.optimizer, config.grad_clip))
+        for packs, denominator in minibatches:
+            norms.append(train_minibatch(run, packs, denominator, sums, peaks))
+            first_error = peaks.get("ratio_error", 0.0) if first_error is None else first_error
     run.synced = run.synced and not norms
-
-    # 5. π_old ← πθ happens by itself at the next rollout; π_ref on its own schedule.
-    everyone = gather((totals, peaks))
-    totals = {name: sum(t[name] for t, _ in everyone) for name in totals}
-    ratio_max, first_error = (max(p[j] for _, p in everyone) for j in (0, 1))
-    mean = {name: value / totals["tokens"] if totals["tokens"] else None for name, value in totals.items()}
+    # 5. π_old ← πθ happens by itself at the next rollout; π_ref has its own schedule.
+    everyone = gather((sums, peaks, first_error))
+    total = {name: sum(part[0].get(name, 0.0) for part in everyone) for name in
+             ("tokens", "entropy", "clip_fraction", "kl_old", "kl_ref", "sampler_gap")}
+    mean = {name: value / total["tokens"] if norms else None for name, value in total.items()}
     update_reference(run, mean["kl_ref"] or 0.0)
 
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    count = len(generated)
-    metrics = dict(
+    finite, count = [norm for norm in norms if math.isfinite(norm)], len(generated)
+    return dict(
         step=step, reward=sum(s.reward for s in generated) / count,
         accuracy=sum(s.correct for s in generated) / count, entropy=mean["entropy"],
         response_length=sum(len(s.response_ids) for s in generated) / count,
-        truncated=sum(not s.finished for s in generated) / count, kl_old=mean["kl_old"],
-        kl_ref=mean["kl_ref"], ratio_max=ratio_max if norms else None,
-        first_ratio_error=first_error if norms else None,
-        clip_fraction=mean["clipped"], grad_norm=sum(finite) / len(finite) if finite else None,
-        lr=run.optimizer.param_groups[0]["lr"], groups_kept=groups, sampler_gap=mean["gap"],
-        tokens=int(totals["tokens"]), skipped_steps=len(norms) - len(finite),
-        padding_waste=waste / waiting if waiting else 0.0,
-        tokens_per_second=totals["tokens"] / sum(seconds.values()), **seconds, seconds_eval=0.0,
-        memory_gb=peak_memory(device))
-    return metrics, generated
+        truncated=sum(not s.finished for s in generated) / count,
+        kl_old=mean["kl_old"], kl_ref=mean["kl_ref"],
+        ratio_max=max(part[1].get("ratio_max", 0.0) for part in everyone) if norms else None,
+        first_ratio_error=max(part[2] for part in everyone) if norms else None,
+        clip_fraction=mean["clip_fraction"], grad_norm=sum(finite) / len(finite) if finite else None,
+        lr=run.optimizer.param_groups[0]["lr"], groups_kept=groups, sampler_gap=mean["sampler_gap"],
+        tokens=int(total["tokens"]), skipped_steps=len(norms) - len(finite), padding_waste=waste,
+        tokens_per_second=total["tokens"] / sum(seconds.values()), **seconds, seconds_eval=0.0,
+        memory_gb=peak_memory(run.device)), generated
 
 
 def update_reference(run: Run, kl_ref: float) -> None:
@@ -1286,7 +1297,6 @@ def needs_reference(config: Config) -> bool:
 
 # ---- 7. Evaluation (paper §5, Fig. 7) ----------------------------------------------------------------------
 
-
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k samples is right, from n samples of which `right` are."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
@@ -1306,7 +1316,7 @@ def evaluate(run: Run, step: int) -> dict:
         samples = []
         for k in sorted(set(ks)):  # one call unless the file repeats its problems unevenly
             mine = [(i, problem) for i, problem in enumerate(problems) if ks[i] == k][rank()::world_size()]
-            samples += generate(run.rollout, mine, k) if mine else []
+            samples += generate(run.rollout, mine, k)
         score(samples, run.tokenizer, config)
         answers = [[] for _ in problems]
         for sample in (s for part in gather(samples) for s in part):
@@ -1340,7 +1350,6 @@ def evaluate(run: Run, step: int) -> dict:
 
 # ---- 8. Checkpoint and resume ------------------------------------------------------------------------------
 
-
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or nothing: temporary name, fsync, rename."""
     temporary = path.with_name(path.name + ".tmp")
@@ -1358,19 +1367,18 @@ def fsync_tree(folder: Path) -> None:
         os.close(handle)
 
 
-def random_states(device: torch.device) -> dict:
-    states = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
-    return states | (dict(cuda=torch.cuda.get_rng_state()) if device.type == "cuda" else {})
-
-
+# No generator is among it: every draw is seeded from its key (seed_all), not from the draws before it.
 RUN_STATE = ("step", "cursor", "kl_average", "since_refresh", "constant_rewards")
 
 
 def checkpoint_state(run: Run) -> dict:
     """What torch.distributed.checkpoint saves: shards of model, optimizer, reference; resharded on load."""
-    model, optimizer = get_state_dict(run.policy, run.optimizer)
-    reference = {str(i): shard for i, shard in enumerate(run.reference.shards)} if run.reference else {}
-    return dict(model=model, optimizer=optimizer, reference=reference)
+    state = dict(model=get_model_state_dict(run.policy))
+    if run.optimizer.state or run.step:  # asking a fresh optimizer would make it count a step
+        state["optimizer"] = get_optimizer_state_dict(run.policy, run.optimizer)
+    if run.reference:
+        state["reference"] = {str(i): shard for i, shard in enumerate(run.reference.shards)}
+    return state
 
 
 def save_checkpoint(run: Run) -> None:
@@ -1380,9 +1388,7 @@ def save_checkpoint(run: Run) -> None:
     on_rank_0(lambda: (shutil.rmtree(temporary, ignore_errors=True), temporary.mkdir(parents=True)) and None)
     try:
         run.policy.reshard()
-        with contextlib.redirect_stderr(None):
-            dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
-        torch.save(random_states(run.device), temporary / f"random_{rank()}.pt")
+        dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
         dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
         weights = {}
         for name, whole in full_parameters(run.policy):
@@ -1416,21 +1422,14 @@ def complete_checkpoints(out_dir: Path) -> list[Path]:
 
 def load_checkpoint(run: Run, folder: Path) -> None:
     """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
+    for name, value in json.loads((folder / "run.json").read_text()).items():
+        setattr(run, name, value)
     with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only
         state = checkpoint_state(run)
     dcp.load(state, checkpoint_id=folder / "state")
-    set_state_dict(run.policy, run.optimizer, model_state_dict=state["model"],
-                   optim_state_dict=state["optimizer"])
-    for name, value in json.loads((folder / "run.json").read_text()).items():
-        setattr(run, name, value)
-    states = folder / f"random_{rank()}.pt"
-    if states.exists():  # more ranks than before: the new ones have no past
-        states = torch.load(states, weights_only=False)
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
-        if "cuda" in states and run.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"])
+    set_model_state_dict(run.policy, state["model"])
+    if "optimizer" in state:
+        set_optimizer_state_dict(run.policy, run.optimizer, state["optimizer"])
     if rank() == 0:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = run.out_dir / name
@@ -1455,12 +1454,10 @@ def open_out_dir(config: Config) -> Path:
         folder = Path(config.out_dir)
         stored = folder / "config.json"
         if stored.exists() and not config.eval_only:
-            before, now = json.loads(stored.read_text()), dataclasses.asdict(config)
-            before_model, now_model = before.pop("model"), now.pop("model")
-            differ = [f"{name} ({before.get(name)} there, {value} now)" for name, value in now.items()
+            before = json.loads(stored.read_text())
+            differ = [f"{name} ({before.get(name)!r} there, {value!r} now)"
+                      for name, value in dataclasses.asdict(config).items()
                       if name not in MAY_CHANGE and before.get(name) != value]
-            if before_model != now_model:
-                differ.insert(0, f"model ({before_model or 'tiny'} there, {now_model or 'tiny'} now)")
             if differ:
                 raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
                                  "Choose another --out_dir, or the stored values")
@@ -1469,7 +1466,6 @@ def open_out_dir(config: Config) -> Path:
 
 
 # ---- 9. What people look at: log line, metrics, samples, curves, memory plan -------------------------------
-
 
 def peak_memory(device: torch.device) -> float:
     """Peak memory in GiB: of the GPU, or of this process where there is none."""
@@ -1617,10 +1613,8 @@ def derived_numbers(config: Config, ranks: int) -> str:
 
 # ---- 10. Main ----------------------------------------------------------------------------------------------
 
-
 def setup(config: Config) -> torch.device:
     """Process group and device: nccl on GPUs, gloo without. Plain `python rpg.py` is a world of one."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -1641,12 +1635,9 @@ def setup(config: Config) -> torch.device:
 
 def build(config: Config, device: torch.device, out_dir: Path) -> Run:
     """Everything that an iteration needs, in the order vLLM asks for: engine, then seeds, then the model."""
-    if not config.model and torch.cuda.is_available():
-        config.model = GPU_MODEL
-    elif not config.model:
-        config.model = str(out_dir / "model")
-        on_rank_0(lambda: (out_dir / "model" / "config.json").exists()
-                  or make_tiny_model(out_dir / "model", config.seed))
+    if not config.model:
+        config = dataclasses.replace(config, model=str(out_dir / "model"))
+        on_rank_0(lambda: Path(config.model, "config.json").exists() or make_tiny_model(config))
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
     except (OSError, ValueError) as error:
@@ -1674,15 +1665,15 @@ def train(run: Run) -> None:
     config, stop = run.config, []
 
     def ask_to_stop(number, frame):
-        log("stopping after this iteration; again to quit at once")
-        stop.append(number)
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
+        if stop and time.monotonic() - stop[0] > 2:  # sooner: torchrun passes on the terminal's own Ctrl-C
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not stop and rank() == 0:
+            os.write(1, b"stopping after this iteration; again to quit at once\n")  # print could deadlock
+        stop.append(time.monotonic())
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, ask_to_stop)
-    if rank() == 0:
-        write_text(run.out_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=1))
     saved = complete_checkpoints(run.out_dir) if config.resume == "auto" else []
     if saved:
         load_checkpoint(run, saved[-1])
@@ -1735,12 +1726,13 @@ def train(run: Run) -> None:
             save_checkpoint(run)
         bar.update()
         if stopping:
-            options = ([o for o in sys.argv[1:] if not o.startswith("--out_dir=")]
-                       + [f"--out_dir={run.out_dir}"])
-            log(f"stopped after iteration {step}; go on with: python rpg.py {' '.join(options)}")
+            options = [o for o in sys.argv[1:] if not o.startswith("--out_dir=")]
+            log(f"stopped after iteration {step}; to go on, start the same way: "
+                f"rpg.py {' '.join(options)} --out_dir={run.out_dir}")
             break
+    else:
+        log(f"done: {run.out_dir}/curves.png, metrics.jsonl, samples.jsonl, checkpoints/")
     bar.close()
-    log(f"done: {run.out_dir}/curves.png, metrics.jsonl, samples.jsonl, checkpoints/")
 
 
 def main(argv: list[str]) -> None:
@@ -1749,8 +1741,7 @@ def main(argv: list[str]) -> None:
         return
     config = parse_config(argv)
     if config.plan:
-        text, fits = plan_text(dataclasses.replace(config, model=config.model or GPU_MODEL), config.plan_gpus)
-        print(f"{derived_numbers(config, config.plan_gpus)}\n{text}")
+        print(f"{derived_numbers(config, config.plan_gpus)}\n{plan_text(config, config.plan_gpus)[0]}")
         return
     device = setup(config)
     transformers_logging.disable_progress_bar()
@@ -1759,6 +1750,8 @@ def main(argv: list[str]) -> None:
     if config.eval_only:
         evaluate(run, 0)
     else:
+        stored = json.dumps(dataclasses.asdict(config), indent=1)
+        on_rank_0(lambda: write_text(out_dir / "config.json", stored))
         train(run)
     run.rollout.close()
     if dist.is_initialized():
