@@ -130,7 +130,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
     return found
 
 
-def _last_box(text: str) -> str | None:
+def last_box(text: str) -> str | None:
     """The last complete box, together with those joined to it by commas or "and"; None without a box."""
     if "box" not in text or not (boxes := _boxes(text)):
         return None
@@ -148,7 +148,7 @@ def _extract(response: str) -> str | None:
     text = _final_text(response)
     value = _answer_line(text)
     if value is None:
-        return _last_box(text)
+        return last_box(text)
     if "box" in value and (boxes := _boxes(value)):
         outside = _clean((value[: boxes[0][0]] + " " + value[boxes[-1][1] :])[:MAX_RAW_CHARS])
         doubtful = _DOUBT.search(outside) or _RELATION.search(outside) or "=" in outside
@@ -716,7 +716,7 @@ _PLAIN = re.compile(r"\s*([-+]?[0-9]{1,18})\s*")
 def _clean_gold(gold: str) -> str:
     if len(gold) > MAX_RAW_CHARS:
         return gold.strip()
-    box = _last_box(gold)
+    box = last_box(gold)
     return _clean(gold if box is None else box)
 
 

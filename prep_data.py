@@ -26,14 +26,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from grade import ANSWER_LABEL, INSTRUCTION, _last_box, grade
+from grade import ANSWER_LABEL, INSTRUCTION, grade, last_box
 
 DATA_DIR = "data"
 FORMATS = ".parquet, .jsonl, .json or .csv"
 QUESTION_COLUMNS = ("question", "problem", "prompt")
 # `solution` comes last: where a file has a worked solution and a final answer, the final answer counts.
 ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "solution")
-ARITHMETIC_HELD_OUT = 200
+ARITHMETIC_HELD_OUT = 100
 
 
 class DataError(ValueError):
@@ -88,7 +88,7 @@ DATASETS = {
         'English, text-only mathematics; some problems have several answers, "1, 3"',
         "train", "Hothan/OlympiadBench", "OlympiadBench/OE_TO_maths_en_COMP/OE_TO_maths_en_COMP.parquet"),
     "arithmetic": Dataset(
-        "arithmetic", 700, "prompt, reward_model", "none needed",
+        "arithmetic", 800, "prompt, reward_model", "none needed",
         'to train the tiny model on: two digits plus one, "83+5=" and "88", without an instruction', "train"),
     "arithmetic-eval": Dataset(
         "arithmetic", ARITHMETIC_HELD_OUT, "prompt, reward_model", "none needed",
@@ -233,7 +233,7 @@ def _answer(value: object, column: str) -> str:
         value = ", ".join(_text(item, column).strip("$") for item in value)
     text = _text(value, column)
     if "\\boxed" in text:
-        return _text(_last_box(text), rf"{column}, last \boxed{{}},")
+        return _text(last_box(text), rf"{column}, last \boxed{{}},")
     if "\n" in text:
         raise _BadRow(rf"column {column} has several lines and no \boxed{{}}")
     return text
@@ -289,7 +289,7 @@ def _read_problems(name: str, path: Path, question_column: str | None,
 # ---- Making a set ----
 
 def _arithmetic(held_out: bool) -> dict[str, dict]:
-    """All two-digit plus one-digit additions in a fixed shuffle: the first 700, or the 200 held out."""
+    """All two-digit plus one-digit additions in a fixed shuffle: the first 800, or the 100 held out."""
     sums = [(a, b) for a in range(10, 100) for b in range(10)]
     random.Random(0).shuffle(sums)
     part = sums[-ARITHMETIC_HELD_OUT:] if held_out else sums[:-ARITHMETIC_HELD_OUT]
