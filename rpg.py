@@ -60,6 +60,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
@@ -238,7 +239,7 @@ def check_config(config: Config) -> None:
         "max_prompt_length", "max_response_length", "max_generation_batches", "prompts_per_generation"), 1)
     at_least |= dict.fromkeys((
         "iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations", "learning_rate",
-        "weight_decay", "overlong_buffer"), 0)
+        "weight_decay", "overlong_buffer", "seed"), 0)
     at_least |= {name: 1 for name in ("eval_samples", "reference_every") if getattr(config, name) is not None}
     for name, least in at_least.items():
         if not getattr(config, name) >= least:
@@ -1374,7 +1375,7 @@ RUN_STATE = ("step", "cursor", "kl_average", "since_refresh", "constant_rewards"
 def checkpoint_state(run: Run) -> dict:
     """What torch.distributed.checkpoint saves: shards of model, optimizer, reference; resharded on load."""
     state = dict(model=get_model_state_dict(run.policy))
-    if run.optimizer.state or run.step:  # asking a fresh optimizer would make it count a step
+    if any(run.optimizer.state.values()) or run.step:  # asking a fresh optimizer would make it count a step
         state["optimizer"] = get_optimizer_state_dict(run.policy, run.optimizer)
     if run.reference:
         state["reference"] = {str(i): shard for i, shard in enumerate(run.reference.shards)}
@@ -1407,9 +1408,10 @@ def save_checkpoint(run: Run) -> None:
             fsync_tree(folder.parent)
             for old in complete_checkpoints(run.out_dir)[: -run.config.keep_checkpoints]:
                 shutil.rmtree(old)
-    except (OSError, dcp.api.CheckpointException) as error:
+    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UsageError(f"{folder}: could not be saved ({error}); earlier checkpoints are untouched. "
+        reason = str(error).strip().splitlines()[-1]  # the first lines are a traceback
+        raise UsageError(f"{folder}: could not be saved ({reason}); earlier checkpoints are untouched. "
                          "Free space and start the same command again") from error
     dist.barrier()
 
@@ -1424,7 +1426,8 @@ def load_checkpoint(run: Run, folder: Path) -> None:
     """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
     for name, value in json.loads((folder / "run.json").read_text()).items():
         setattr(run, name, value)
-    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only
+    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only,
+        run.optimizer.state.clear()  # and not while the switch's empty entries pass for it
         state = checkpoint_state(run)
     dcp.load(state, checkpoint_id=folder / "state")
     set_model_state_dict(run.policy, state["model"])
@@ -1573,7 +1576,7 @@ def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, 
     plan = {
         "parameters": 4 * total / gpus, "gradients": 4 * total / gpus, "optimizer": 8 * total / gpus,
         "reference": 4 * total / gpus if needs_reference(config) else 0.0,
-        "gathered layers": compute_bytes * (root + 2 * layer), "activations": compute_bytes * kept,
+        "gathered layers": (compute_bytes + 4) * (root + 2 * layer), "activations": compute_bytes * kept,
         "logits chunk": 4 * LOGIT_COPIES * min(Policy.CHUNK, tokens) * shape.vocab_size}
     plan = {name: size / 2**30 for name, size in plan.items()}
     weights = compute_bytes * total / 2**30
