@@ -56,8 +56,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-import torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin at barriers starve a shared CPU
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -169,16 +171,17 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=140, iterations=150, prompts_per_iteration=48, prompts_per_generation=48,
-    max_generation_batches=1,
+    pretrain_steps=80, iterations=110, prompts_per_iteration=48, prompts_per_generation=96,
+    max_generation_batches=2, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
+    eval_every=22, eval_samples=8, save_every=55,
     threads=1,  # two threads gain little at this size, and lose much on a busy machine
-    prompts_per_step=16, learning_rate=1e-4, adam_beta2=0.95, eval_every=50, eval_samples=8, save_every=50,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
 CHOICES = {"optimizer": ("adamw", "schedule-free"), "rollout": ("vllm", "hf", None),
            "resume": ("auto", "never"), "old_policy": ("trainer", "sampler"),
-           "reference": ("iterated", "fixed", None)}
+           "reference": ("iterated", "fixed", None),
+           "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}
 MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out_dir", "resume", "plan",
               "plan_gpus", "gpu_memory_gb")
 
@@ -244,6 +247,8 @@ def check_config(config: Config) -> None:
     for name, least in at_least.items():
         if not getattr(config, name) >= least:
             raise UsageError(f"--{name}={getattr(config, name)}: must be at least {least}")
+    if not (0 <= config.adam_beta1 < 1 and 0 <= config.adam_beta2 < 1):
+        raise UsageError("adam_beta1 and adam_beta2 must be at least 0 and below 1")
     if not config.temperature > 0:
         raise UsageError(f"--temperature={config.temperature}: must be above 0 "
                          "(a policy gradient needs a distribution)")
@@ -749,7 +754,7 @@ def load_shape(config: Config):
         raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
 
 
-def load_policy(config: Config, mesh, device: torch.device) -> Policy:
+def load_policy(config: Config, device: torch.device) -> Policy:
     """The model sharded by FSDP2: float32 parameters (bfloat16 AdamW would round away updates at lr 1e-6),
     bfloat16 compute on CUDA, float32 gradients. One rank a node reads the weights and scatters them."""
     shape = load_shape(config)
@@ -757,6 +762,7 @@ def load_policy(config: Config, mesh, device: torch.device) -> Policy:
     if longest > limit:
         raise UsageError(f"--model={config.model} takes {limit} tokens, prompt and response may take "
                          f"{longest}: lower max_prompt_length or max_response_length")
+    mesh = make_mesh(device)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32,
                                               attn_implementation=config.attention)
@@ -772,13 +778,18 @@ def load_policy(config: Config, mesh, device: torch.device) -> Policy:
     lm.tie_weights()
     lm.model.rotary_emb = type(lm.model.rotary_emb)(config=shape).to(device)  # computed, not a weight
 
-    shard_mesh, reads = mesh["shard"], mesh["shard"].get_local_rank() == 0
-    weights = (AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
-               if reads else {})
+    reads, weights, problem = mesh["shard"].get_local_rank() == 0, {}, None
+    if reads:
+        try:
+            weights = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
+        except (OSError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+    for problem in filter(None, gather(problem)):  # all ranks stop together
+        raise UsageError(f"--model={config.model}: {problem}")
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
             whole = weights[name].to(device) if reads else torch.empty(parameter.shape, device=device)
-            parameter.to_local().copy_(distribute_tensor(whole, shard_mesh, [Shard(0)]).to_local())
+            parameter.to_local().copy_(distribute_tensor(whole, mesh["shard"], [Shard(0)]).to_local())
     return policy
 
 
@@ -1006,6 +1017,8 @@ class VLLMRollout:
                 dtype="bfloat16" if on_cuda else "float32", enforce_eager=not on_cuda, seed=config.seed,
                 max_model_len=config.max_prompt_length + config.max_response_length, generation_config="vllm",
                 logprobs_mode="processed_logprobs", enable_sleep_mode=config.vllm_sleep, **memory)
+            self.llm.generate([{"prompt_token_ids": [0]}], vllm.SamplingParams(max_tokens=1),
+                              use_tqdm=False)  # some refusals come with the first token
         except (ImportError, OSError, RuntimeError, ValueError, NotImplementedError) as error:
             lines = ([line.strip() for line in str(error).splitlines() if line.strip()]
                      or [type(error).__name__])
@@ -1557,7 +1570,7 @@ def draw_curves(out_dir: Path) -> None:
     os.replace(temporary, out_dir / "curves.png")
 
 
-LOGIT_COPIES = 4  # [CHUNK, V] float32 tensors alive at once in the head's backward
+LOGIT_COPIES = 5  # [CHUNK, V] float32 tensors alive at once in the head's backward
 
 
 def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, float]:
@@ -1656,7 +1669,7 @@ def build(config: Config, device: torch.device, out_dir: Path) -> Run:
             raise UsageError(text)
         log(text)
     rollout = ROLLOUTS[config.rollout](config, tokenizer, device)
-    policy = load_policy(config, make_mesh(device), device)
+    policy = load_policy(config, device)
     return Run(config, algorithm_of(config), device, out_dir, tokenizer, rollout, policy,
                make_optimizer(config, policy),
                Reference(policy) if needs_reference(config) and not config.eval_only else None,
@@ -1682,6 +1695,7 @@ def train(run: Run) -> None:
         load_checkpoint(run, saved[-1])
     else:
         if rank() == 0:
+            shutil.rmtree(run.out_dir / "checkpoints", ignore_errors=True)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 write_text(run.out_dir / name, "")
         if config.pretrain_steps:
