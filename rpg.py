@@ -39,6 +39,7 @@ import difflib
 import hashlib
 import heapq
 import inspect
+import itertools
 import json
 import math
 import os
@@ -182,6 +183,12 @@ CHOICES = {"optimizer": ("adamw", "schedule-free"), "rollout": ("vllm", "hf", No
            "resume": ("auto", "never"), "old_policy": ("trainer", "sampler"),
            "reference": ("iterated", "fixed", None),
            "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}
+POSITIVE = (
+    "prompts_per_iteration", "responses_per_prompt", "prompts_per_step", "prompts_per_generation",
+    "max_generation_batches", "max_prompt_length", "max_response_length", "eval_samples", "reference_every",
+    "keep_checkpoints", "plan_gpus")
+NOT_NEGATIVE = ("iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations",
+                "learning_rate", "weight_decay", "overlong_buffer", "seed")
 MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out_dir", "resume", "plan",
               "plan_gpus", "gpu_memory_gb")
 
@@ -237,15 +244,8 @@ def check_config(config: Config) -> None:
                              f"{', '.join(map(str, allowed))}")
     if config.algorithm not in ALGORITHMS:
         raise UsageError(f"--algorithm={config.algorithm}: choose one of {', '.join(ALGORITHMS)}")
-    at_least = dict.fromkeys((
-        "prompts_per_iteration", "responses_per_prompt", "prompts_per_step", "keep_checkpoints", "plan_gpus",
-        "max_prompt_length", "max_response_length", "max_generation_batches", "prompts_per_generation"), 1)
-    at_least |= dict.fromkeys((
-        "iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations", "learning_rate",
-        "weight_decay", "overlong_buffer", "seed"), 0)
-    at_least |= {name: 1 for name in ("eval_samples", "reference_every") if getattr(config, name) is not None}
-    for name, least in at_least.items():
-        if not getattr(config, name) >= least:
+    for name, least in [(name, 1) for name in POSITIVE] + [(name, 0) for name in NOT_NEGATIVE]:
+        if getattr(config, name) is not None and not getattr(config, name) >= least:
             raise UsageError(f"--{name}={getattr(config, name)}: must be at least {least}")
     if not (0 <= config.adam_beta1 < 1 and 0 <= config.adam_beta2 < 1):
         raise UsageError("adam_beta1 and adam_beta2 must be at least 0 and below 1")
@@ -895,15 +895,29 @@ class Reference:
 
 
 # ---- 5. Rollout: Hugging Face generate or vLLM, weight sync ------------------------------------------------
-#
-# A rollout backend has two methods, and its own copy of the weights:
-#     sync(policy)           take over the policy's weights, one whole parameter at a time; all ranks together
-#     generate(prompts, n)   n responses to each list of prompt ids: (ids, log-probs [T], finished) each
-# Token ids go in and come out; text is never tokenized again. Every sampling field is set here: a model's own
-# generation defaults must not leak in. Log-probs are of the distribution sampled from, temperature included.
+
+class Rollout:
+    """Draws responses from its own copy of the weights.
+
+    Token ids go in and come out; text is never tokenized again. Every sampling field is set here: a model's
+    own defaults must not leak in. Log-probs are of the distribution sampled from, temperature included."""
+
+    def sync(self, policy: Policy) -> None:
+        """Take over the policy's weights, one whole parameter at a time; all ranks together."""
+        raise NotImplementedError
+
+    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
+        """n responses to each list of prompt ids, in order: (ids, log-probs [T], finished)."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Free what training could use, until the next sync."""
+
+    def close(self) -> None:
+        """Shut down; all ranks together."""
 
 
-def generate(rollout, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
+def generate(rollout: Rollout, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
     """n samples for each (group, row)."""
     outputs = rollout.generate([row["prompt_ids"] for _, row in prompts], n) if prompts else []
     owners = [pair for pair in prompts for _ in range(n)]
@@ -936,7 +950,7 @@ class SampledLogprobs(LogitsProcessor):
         return self.last
 
 
-class HFRollout:
+class HFRollout(Rollout):
     """Hugging Face generate: slow, but runs anywhere."""
 
     BATCH = 256  # sequences at a time
@@ -983,14 +997,8 @@ class HFRollout:
             outputs.append((response[:end], row[:end].clone(), end is not None))
         return outputs
 
-    def sleep(self) -> None:
-        """Nothing to free."""
 
-    def close(self) -> None:
-        """Nothing to shut down."""
-
-
-class VLLMRollout:
+class VLLMRollout(Rollout):
     """A vLLM engine inside this process, without tensor parallelism: each rank generates for itself."""
 
     def __init__(self, config: Config, tokenizer, device: torch.device):
@@ -1052,7 +1060,6 @@ class VLLMRollout:
         return outputs
 
     def sleep(self) -> None:
-        """Free the GPU for training, until the next sync."""
         if self.config.vllm_sleep:
             self.llm.sleep(level=2)
             self.asleep = True
@@ -1075,7 +1082,7 @@ class Run:
     device: torch.device
     out_dir: Path
     tokenizer: object
-    rollout: object
+    rollout: Rollout
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: Reference | None  # None: π_ref = π_old, no second set of weights
@@ -1458,26 +1465,22 @@ def load_checkpoint(run: Run, folder: Path) -> None:
 def open_out_dir(config: Config) -> Path:
     """The run's folder: a new numbered one, or the named one if its config is this one. Rank 0 only."""
     if not config.out_dir:
-        number = 1
-        while True:
-            folder = Path("out") / f"run-{number}"
-            try:
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                folder = Path("out", f"run-{number}")
                 folder.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-    else:
-        folder = Path(config.out_dir)
-        stored = folder / "config.json"
-        if stored.exists() and not config.eval_only:
-            before = json.loads(stored.read_text())
-            differ = [f"{name} ({before.get(name)!r} there, {value!r} now)"
-                      for name, value in dataclasses.asdict(config).items()
-                      if name not in MAY_CHANGE and before.get(name) != value]
-            if differ:
-                raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
-                                 "Choose another --out_dir, or the stored values")
-        folder.mkdir(parents=True, exist_ok=True)
+                return folder
+    folder = Path(config.out_dir)
+    stored = folder / "config.json"
+    if stored.exists() and not config.eval_only:
+        before = json.loads(stored.read_text())
+        differ = [f"{name} ({before.get(name)!r} there, {value!r} now)"
+                  for name, value in dataclasses.asdict(config).items()
+                  if name not in MAY_CHANGE and before.get(name) != value]
+        if differ:
+            raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
+                             "Choose another --out_dir, or the stored values")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -1497,44 +1500,34 @@ def append(path: Path, rows: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
-def log_line(m: dict, iterations: int) -> str:
-    """One dense line an iteration."""
-    def show(name, style=".3f"):
-        return "-" if m[name] is None else format(m[name], style)
-    return (f"step {m['step']}/{iterations} reward {show('reward', '+.3f')} acc {show('accuracy')} "
-            f"| groups {m['groups_kept']} len {show('response_length', '.1f')} "
-            f"trunc {show('truncated', '.2f')} | ent {show('entropy')} kl_old {show('kl_old', '.1e')} "
-            f"kl_ref {show('kl_ref', '.1e')} | w_max {show('ratio_max', '.2f')} "
-            f"w_err {show('first_ratio_error', '.0e')} clip {show('clip_fraction')} "
-            f"gap {show('sampler_gap', '.0e')} | grad {show('grad_norm', '.2f')} lr {show('lr', '.1e')} "
-            f"| {show('tokens_per_second', '.0f')} tok/s roll {show('seconds_rollout', '.1f')} "
-            f"logp {show('seconds_logprob', '.1f')} train {show('seconds_train', '.1f')} "
-            f"sync {show('seconds_sync', '.1f')} s")
+def log_line(metrics: dict, iterations: int) -> str:
+    """One dense line an iteration; nan where no token was trained."""
+    m = {name: math.nan if value is None else value for name, value in metrics.items()}
+    return (f"step {m['step']}/{iterations} reward {m['reward']:+.3f} acc {m['accuracy']:.3f} "
+            f"| groups {m['groups_kept']} len {m['response_length']:.1f} trunc {m['truncated']:.2f} "
+            f"| ent {m['entropy']:.3f} kl_old {m['kl_old']:.1e} kl_ref {m['kl_ref']:.1e} "
+            f"| w_max {m['ratio_max']:.2f} w_err {m['first_ratio_error']:.0e} clip {m['clip_fraction']:.3f} "
+            f"gap {m['sampler_gap']:.0e} | grad {m['grad_norm']:.2f} lr {m['lr']:.1e} "
+            f"| {m['tokens_per_second']:.0f} tok/s roll {m['seconds_rollout']:.1f} "
+            f"logp {m['seconds_logprob']:.1f} train {m['seconds_train']:.1f} sync {m['seconds_sync']:.1f} s")
 
 
-def alarms(m: dict, constant_rewards: int, reduced_precision: bool) -> list[str]:
+def alarms(metrics: dict, constant_rewards: int, reduced_precision: bool) -> list[str]:
     """Signs of a run that dies in silence, a line each."""
-    def above(name, limit):
-        return m[name] is not None and m[name] > limit
-    found = []
-    if above("truncated", 0.3):
-        found.append(f"{m['truncated']:.0%} of responses are truncated: raise max_response_length")
-    if constant_rewards >= 5:
-        found.append(f"every group had one and the same reward for {constant_rewards} iterations: nothing "
-                     "to learn from; check the grader on samples.jsonl, or change the difficulty of the data")
-    if above("first_ratio_error", 0.1 if reduced_precision else 0.01):
-        found.append(f"first_ratio_error {m['first_ratio_error']:.3f}: the first mini-batch is not "
-                     "on-policy; log-probs of rollout and training disagree")
-    if above("sampler_gap", 0.05):
-        found.append(f"sampler_gap {m['sampler_gap']:.3f}: the sampler does not hold the policy's weights, "
-                     "or computes differently")
-    if m["entropy"] is not None and m["entropy"] < 0.05 and m["accuracy"] < 0.9:
-        found.append(f"entropy {m['entropy']:.3f} at accuracy {m['accuracy']:.2f}: the policy has collapsed; "
-                     "lower learning_rate")
-    if above("ratio_max", 10):
-        found.append(f"ratio_max {m['ratio_max']:.1f}: the policy moves far within one iteration; "
-                     "lower learning_rate")
-    return found
+    m = {name: math.nan if value is None else value for name, value in metrics.items()}
+    signs = {
+        f"{m['truncated']:.0%} of responses are truncated: raise max_response_length": m["truncated"] > 0.3,
+        f"every group had one and the same reward for {constant_rewards} iterations: check the grader on "
+        "samples.jsonl, or change the difficulty of the data": constant_rewards >= 5,
+        f"first_ratio_error {m['first_ratio_error']:.3f}: the first mini-batch is not on-policy; log-probs "
+        "before and in training disagree": m["first_ratio_error"] > (0.1 if reduced_precision else 0.01),
+        f"sampler_gap {m['sampler_gap']:.3f}: the sampler does not hold the policy's weights, or computes "
+        "differently": m["sampler_gap"] > 0.05,
+        f"entropy {m['entropy']:.3f} at accuracy {m['accuracy']:.2f}: the policy has collapsed; lower "
+        "learning_rate": m["entropy"] < 0.05 and m["accuracy"] < 0.9,
+        f"ratio_max {m['ratio_max']:.1f}: the policy moves far within one iteration; lower learning_rate":
+        m["ratio_max"] > 10}
+    return [text for text, seen in signs.items() if seen]
 
 
 def sample_rows(step: int, samples: list[Sample], count: int = 4) -> list[dict]:
