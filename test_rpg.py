@@ -595,12 +595,12 @@ def test_maths_two_tokens_forward_kl_lacks_the_prefix_weight(kl, estimator):
     ("differentiable", "dual")])
 def test_maths_types_shapes_and_padding(kl, estimator, clip):
     """The loss has the inputs' shape, at least float32, and is finite on padding; old gets no gradient."""
-    for given, returned in [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+    for taken, returned in [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
                             (torch.float32, torch.float32), (torch.float64, torch.float64)]:
-        logprobs = torch.tensor([[-1.0, -2.5, 0.0], [-0.5, 0.0, 0.0]], dtype=given, requires_grad=True)
-        old = torch.tensor([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=given, requires_grad=True)
-        ref = torch.tensor([[-0.5, -3.5, 0.0], [-0.5, 0.0, 0.0]], dtype=given)
-        advantages = torch.tensor([[1.0, 1.0, 0.0], [-0.5, 0.0, 0.0]], dtype=given)
+        logprobs = torch.tensor([[-1.0, -2.5, 0.0], [-0.5, 0.0, 0.0]], dtype=taken, requires_grad=True)
+        old = torch.tensor([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=taken, requires_grad=True)
+        ref = torch.tensor([[-0.5, -3.5, 0.0], [-0.5, 0.0, 0.0]], dtype=taken)
+        advantages = torch.tensor([[1.0, 1.0, 0.0], [-0.5, 0.0, 0.0]], dtype=taken)
         choices = dict(estimator=estimator, kl=kl, beta=0.1, clip=clip, **MATHS_CLIP)
         loss, stats = rpg.policy_loss(logprobs, old, ref, advantages, **choices)
         loss.sum().backward()
@@ -2971,6 +2971,45 @@ def test_prep_download(tmp_path):
     assert time.monotonic() - start < 15, "an unreachable hub must fail fast"
 
 
+# ---- Slow checks: python test_rpg.py slow [name …] ----
+
+
+def slow_two_nodes():
+    """Two launches of torchrun that meet on loopback, a rank each: hybrid sharding runs and replicas agree."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = loop_port()
+        nodes = [subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node_rank={node}",
+             "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", LOOP_FOLDER / "rpg.py", "--out_dir=run",
+             "--pretrain_steps=10", "--iterations=2", "--prompts_per_iteration=8", "--prompts_per_step=4",
+             "--dynamic_sampling=False", "--eval_every=0"], cwd=folder, env=loop_environment())
+            for node in range(2)]
+        assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+        rows = loop_rows(Path(folder, "run/metrics.jsonl"))
+        assert [row["step"] for row in rows] == [1, 2]
+        assert all(row["sampler_gap"] < 1e-4 and row["first_ratio_error"] < 1e-4 for row in rows)
+        print("2 nodes: 2 iterations, largest sampler_gap", max(row["sampler_gap"] for row in rows))
+
+
+def slow_real_model_on_two_ranks():
+    """SmolLM2-135M on two ranks with vLLM, 2 iterations of 2 optimizer steps: samplers and first ratios agree."""
+    with tempfile.TemporaryDirectory() as folder:
+        loop_smollm2(Path(folder, "smollm2"))
+        data = loop_jsonl(Path(folder, "own.jsonl"), [
+            loop_problem(f"What is {a} + {a + 1}? End with a line: Answer: NUMBER", str(2 * a + 1)) for a in range(8)])
+        options = dict(
+            out_dir="run", model="smollm2", train_data=data, eval_data="", rollout="vllm", iterations=2, threads=1,
+            prompts_per_iteration=4, responses_per_prompt=4, prompts_per_step=2, dynamic_sampling=False,
+            max_prompt_length=64, max_response_length=128, save_every=0)
+        done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()), ranks=2,
+                           timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = loop_rows(Path(folder, "run/metrics.jsonl"))
+        assert [row["step"] for row in rows] == [1, 2]
+        assert all(row["sampler_gap"] < 1e-4 and row["first_ratio_error"] < 1e-4 for row in rows)
+        print("SmolLM2 on 2 ranks:", *(f"sampler_gap {row['sampler_gap']:.1e}" for row in rows))
+
+
 # ---- Benchmarks: python test_rpg.py bench [name …]. Ratios against a named alternative in the same run ----
 
 
@@ -2983,6 +3022,16 @@ def bench_run(**options):
         config = rpg.parse_config([f"--{name}={value}" for name, value in (defaults | options).items()])
         device = rpg.setup(config)
         yield rpg.build(config, device, rpg.open_out_dir(config))
+
+
+@contextlib.contextmanager
+def bench_real_run(**options):
+    """The same with SmolLM2-135M and vLLM."""
+    with tempfile.TemporaryDirectory() as model:
+        loop_smollm2(model)
+        with bench_run(model=model, rollout="vllm", max_prompt_length=64, max_response_length=48, threads=2,
+                       **options) as run:
+            yield run
 
 
 def bench_seconds(function, times=3):
@@ -3034,8 +3083,8 @@ def bench_logprobs():
         logprobs.gather(-1, targets[:, None]).sum().backward()
 
     (plain_seconds, plain_memory), (seconds, memory) = bench_peak(plain), bench_peak(chunked)
-    print(f"head, {tokens} tokens, vocabulary {vocabulary}: plain {plain_memory:.2f} GiB {plain_seconds:.1f} s, chunks of "
-          f"{rpg.Policy.CHUNK} {memory:.2f} GiB {seconds:.1f} s; memory ratio {memory / plain_memory:.3f}, "
+    print(f"head, {tokens} tokens, vocabulary {vocabulary}: plain {plain_memory:.2f} GiB {plain_seconds:.1f} s, "
+          f"chunks of {rpg.Policy.CHUNK} {memory:.2f} GiB {seconds:.1f} s; memory ratio {memory / plain_memory:.3f}, "
           f"time ratio {seconds / plain_seconds:.2f}")
 
 
@@ -3072,8 +3121,7 @@ def bench_packing():
 
 def bench_rollout():
     """VLLMRollout.generate against bare LLM.generate of the same engine, prompts and lengths (SmolLM2-135M)."""
-    with smollm2_folder() as model, bench_run(
-            model=model, rollout="vllm", max_prompt_length=64, max_response_length=48, threads=2) as run:
+    with bench_real_run() as run:
         run.rollout.sync(run.policy)
         prompts = [row["prompt_ids"] for row in run.train_rows[:8]]
         bare = run.rollout.vllm.SamplingParams(n=8, temperature=1.0, max_tokens=48, ignore_eos=True)
@@ -3094,9 +3142,8 @@ def bench_rollout():
 
 def bench_iteration():
     """One whole iteration on SmolLM2-135M, 8 prompts x 8 responses x 48 tokens, float32, vLLM: seconds by phase."""
-    with smollm2_folder() as model, bench_run(
-            model=model, rollout="vllm", max_prompt_length=64, max_response_length=48, threads=2, iterations=2,
-            prompts_per_iteration=8, responses_per_prompt=8, prompts_per_step=4, dynamic_sampling=False) as run:
+    with bench_real_run(prompts_per_iteration=8, responses_per_prompt=8, prompts_per_step=4,
+                        dynamic_sampling=False) as run:
         for step in (1, 2):
             start = time.perf_counter()
             metrics, _ = rpg.train_iteration(run, step)
@@ -3127,12 +3174,17 @@ def bench_scaling():
         run.rollout.close()
 
 
-def main(mode: str, *names: str) -> None:
+BENCH_TOOLS = ("bench_run", "bench_real_run", "bench_seconds", "bench_peak")
+
+
+def run_checks(mode: str, *names: str) -> None:
     """`slow` and `bench`: each check in a process of its own, so that none inherits another's engine or memory."""
     prefix = f"{mode}_"
     checks = {name.removeprefix(prefix): value for name, value in globals().items()
-              if name.startswith(prefix) and name not in ("bench_run", "bench_seconds", "bench_peak")}
-    if len(names) == 1 and names[0] in checks:
+              if name.startswith(prefix) and name not in BENCH_TOOLS}
+    if unknown := set(names) - set(checks):
+        sys.exit(f"test_rpg.py {mode}: no {', '.join(unknown)}; choose from {', '.join(checks)}")
+    if len(names) == 1:
         checks[names[0]]()
         return
     failed = []
@@ -3146,4 +3198,8 @@ def main(mode: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    mode, *arguments = sys.argv[1:]
+    if mode in ("slow", "bench"):
+        run_checks(mode, *arguments)
+    else:
+        globals()[mode](*arguments)  # a rank that a test started
