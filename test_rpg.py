@@ -2064,7 +2064,7 @@ LOOP_QUIET = dict(
 
 
 @pytest.mark.parametrize("change, constant, words", [
-    (dict(truncated=0.31), 0, "truncated"), ({}, 5, "one and the same reward"),
+    (dict(truncated=0.31), 0, "truncated"), ({}, 5, "all right or all wrong"),
     (dict(entropy=0.049), 0, "entropy"),
     (dict(first_ratio_error=0.011), 0, "first_ratio_error"), (dict(sampler_gap=0.051), 0, "sampler_gap"),
     (dict(ratio_max=10.1), 0, "ratio_max")])
@@ -2490,7 +2490,7 @@ def test_grade_killed_child_costs_at_most_one_answer():
 def test_grade_child_dies_with_its_parent():
     """A parent that is killed leaves no child behind."""
     code = (
-        "import grade, os, signal; assert grade('Answer: $\\\\sqrt{8}$', '2\\\\sqrt{2}', 20).correct;"
+        "import grade, os, signal; assert grade.grade('Answer: $\\\\sqrt{8}$', '2\\\\sqrt{2}', 20).correct;"
         "print(grade._CHILD.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     folder = Path(grade_module.__file__).parent
@@ -2510,7 +2510,7 @@ def test_grade_child_dies_with_its_parent():
 def test_grade_import_is_light():
     """Importing grade loads no computer algebra and starts nothing; nor does grading numbers."""
     code = (
-        "import sys, grade; g = grade('Answer: 4/8', '0.5'); assert g.correct;"
+        "import sys, grade; g = grade.grade('Answer: 4/8', '0.5'); assert g.correct;"
         "print(any(m in sys.modules for m in ('sympy', 'math_verify', 'torch')), grade._CHILD.process)"
     )
     folder = Path(grade_module.__file__).parent
