@@ -172,10 +172,9 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=75, iterations=125, prompts_per_iteration=48, prompts_per_generation=96,
+    pretrain_steps=75, iterations=150, prompts_per_iteration=48, prompts_per_generation=96,
     max_generation_batches=2, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
     eval_every=25, eval_samples=8, save_every=25,
-    threads=1,  # two threads gain little at this size, and lose much on a busy machine
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
@@ -949,7 +948,7 @@ class SampledLogprobs(LogitsProcessor):
 class HFRollout(Rollout):
     """Hugging Face generate: slow, but runs anywhere."""
 
-    BATCH = 256  # sequences at a time
+    BATCH = 512  # sequences at a time
 
     def __init__(self, config: Config, tokenizer, device: torch.device):
         shape = AutoConfig.from_pretrained(config.model)
