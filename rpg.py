@@ -172,8 +172,8 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=75, iterations=150, prompts_per_iteration=48, prompts_per_generation=96,
-    max_generation_batches=2, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
+    pretrain_steps=75, iterations=150, prompts_per_iteration=48, prompts_per_generation=112,
+    max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
     eval_every=25, eval_samples=8, save_every=25,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
@@ -1252,9 +1252,8 @@ def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
         kept, generated = collect_groups(run, step)
         run.rollout.sleep()
     groups = len({s.group for s in kept})
-    if groups < config.prompts_per_iteration:
-        log(f"step {step}: dynamic sampling found {groups} of {config.prompts_per_iteration} groups"
-            + ("" if groups else ", none to train on: no optimizer step"))
+    if not groups:
+        log(f"step {step}: dynamic sampling found no group to train on: no optimizer step")
     # 2. Advantages, and mini-batches of whole groups.
     if kept:
         set_advantages(kept, run.algorithm.advantage)

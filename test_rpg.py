@@ -1361,7 +1361,7 @@ def test_loop_a_run_without_groups_goes_on(tmp_path):
         "--prompts_per_generation=4", "--responses_per_prompt=4", "--eval_every=0", "--save_every=0")
     rows = loop_rows(tmp_path / "run/metrics.jsonl")
     assert [(row["step"], row["groups_kept"], row["tokens"]) for row in rows] == [(1, 0, 0), (2, 0, 0)]
-    assert not set(LOOP_METRICS) - rows[0].keys() and out.count("none to train on") == 2
+    assert not set(LOOP_METRICS) - rows[0].keys() and out.count("no group to train on") == 2
 
 
 def loop_reference(run):
