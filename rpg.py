@@ -156,7 +156,8 @@ class Config:
     keep_checkpoints: int = 2  # newest ones kept
     resume: str = "auto"  # "auto": go on from what out_dir holds; "never": start over
     # The tiny model (used when model is empty and there is no GPU)
-    pretrain_steps: int = 0  # supervised steps before RL, until it is right about half of the time
+    pretrain_steps: int = 0  # at most so many supervised steps before RL, ...
+    pretrain_loss: float = 0.0  # ... until a batch's loss is this low: right about half of the time
     pretrain_learning_rate: float = 1e-3
     pretrain_rows: int = 128  # problems in a supervised step
     # Memory plan
@@ -172,8 +173,8 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=75, iterations=150, prompts_per_iteration=48, prompts_per_generation=112,
-    max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
+    pretrain_steps=120, pretrain_loss=0.19, iterations=150, prompts_per_iteration=48,
+    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
     eval_every=25, eval_samples=8, save_every=25,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
@@ -1153,8 +1154,12 @@ def pretrain(run: Run) -> None:
             loss.backward()
             total += loss.item()
         optimizer_step(run.policy, optimizer, config.grad_clip)
+        total = sum(gather(total)) / world_size()
         bar.set_postfix_str(f"loss {total:.3f}", refresh=False)
-    log(f"supervised warm-up: {config.pretrain_steps} steps, last loss {total:.3f}")
+        if total <= config.pretrain_loss:
+            break
+    bar.close()
+    log(f"supervised warm-up: {step + 1} steps, last loss {total:.3f}")
 
 
 def sync(run: Run) -> None:
