@@ -174,8 +174,8 @@ TINY = dict(
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
     pretrain_steps=120, pretrain_loss=0.19, iterations=150, prompts_per_iteration=48,
-    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4, adam_beta2=0.99,
-    eval_every=25, eval_samples=8, save_every=25,
+    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4,
+    adam_beta2=0.99, eval_every=25, eval_samples=8, save_every=25,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
