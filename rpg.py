@@ -46,6 +46,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -156,8 +157,8 @@ class Config:
     keep_checkpoints: int = 2  # newest ones kept
     resume: str = "auto"  # "auto": go on from what out_dir holds; "never": start over
     # The tiny model (used when model is empty and there is no GPU)
-    pretrain_steps: int = 0  # at most so many supervised steps before RL, ...
-    pretrain_loss: float = 0.0  # ... until a batch's loss is this low: right about half of the time
+    pretrain_steps: int = 0  # supervised steps before RL, on answers of which ...
+    pretrain_wrong: float = 0.0  # ... this share is wrong: RL starts from a model that errs about as often
     pretrain_learning_rate: float = 1e-3
     pretrain_rows: int = 128  # problems in a supervised step
     # Memory plan
@@ -173,9 +174,9 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=120, pretrain_loss=0.19, iterations=150, prompts_per_iteration=48,
-    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=3e-4,
-    adam_beta2=0.99, eval_every=25, eval_samples=8, save_every=25,
+    pretrain_steps=300, pretrain_wrong=0.45, iterations=90, prompts_per_iteration=48,
+    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1e-4,
+    adam_beta2=0.99, eval_every=15, eval_samples=8, save_every=15,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
@@ -186,9 +187,13 @@ CHOICES = {"optimizer": ("adamw", "schedule-free"), "rollout": ("vllm", "hf", No
 POSITIVE = (
     "prompts_per_iteration", "responses_per_prompt", "prompts_per_step", "prompts_per_generation",
     "max_generation_batches", "max_prompt_length", "max_response_length", "eval_samples", "reference_every",
-    "keep_checkpoints", "plan_gpus")
-NOT_NEGATIVE = ("iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations",
-                "learning_rate", "weight_decay", "overlong_buffer", "seed")
+    "keep_checkpoints", "plan_gpus", "threads", "pretrain_rows")
+NOT_NEGATIVE = (
+    "iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations", "learning_rate",
+    "pretrain_learning_rate", "weight_decay", "overlong_buffer", "overlong_factor", "beta",
+    "reference_kl_target", "seed")
+ABOVE_ZERO = ("temperature", "grad_clip", "grade_timeout", "truncated_is_cap", "vllm_memory", "gpu_memory_gb")
+MAY_BE_INFINITE = ("eps_high", "dual_clip", "truncated_is_cap", "grad_clip")
 MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out_dir", "resume", "plan",
               "plan_gpus", "gpu_memory_gb")
 
@@ -224,14 +229,17 @@ def parse_config(argv: list[str]) -> Config:
     config = Config(**(values | given))
     if not values:
         config.model = config.model or GPU_MODEL
-    config.rollout = config.rollout or "vllm"
-    config.max_prompt_length = config.max_prompt_length or DEFAULT_LENGTH
-    config.max_response_length = config.max_response_length or DEFAULT_LENGTH
-    config.tokens_per_microbatch = (config.tokens_per_microbatch
-                                    or config.max_prompt_length + config.max_response_length)
-    config.prompts_per_generation = config.prompts_per_generation or 3 * config.prompts_per_iteration
-    if config.overlong_buffer is None:
-        config.overlong_buffer = config.max_response_length // 4
+
+    def derive(name, value):
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+
+    derive("rollout", "vllm")
+    derive("max_prompt_length", DEFAULT_LENGTH)
+    derive("max_response_length", DEFAULT_LENGTH)
+    derive("tokens_per_microbatch", config.max_prompt_length + config.max_response_length)
+    derive("prompts_per_generation", 3 * config.prompts_per_iteration)
+    derive("overlong_buffer", config.max_response_length // 4)
     check_config(config)
     return config
 
@@ -244,20 +252,25 @@ def check_config(config: Config) -> None:
                              f"{', '.join(map(str, allowed))}")
     if config.algorithm not in ALGORITHMS:
         raise UsageError(f"--algorithm={config.algorithm}: choose one of {', '.join(ALGORITHMS)}")
-    for name, least in [(name, 1) for name in POSITIVE] + [(name, 0) for name in NOT_NEGATIVE]:
-        if getattr(config, name) is not None and not getattr(config, name) >= least:
-            raise UsageError(f"--{name}={getattr(config, name)}: must be at least {least}")
+    for name, value in dataclasses.asdict(config).items():
+        if value is None:
+            continue
+        if isinstance(value, float) and not (math.isfinite(value) or value > 0 and name in MAY_BE_INFINITE):
+            raise UsageError(f"--{name}={value}: must be a finite number")
+        if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
+            raise UsageError(f"--{name}={value}: must be at least {int(name in POSITIVE)}")
+        if name in ABOVE_ZERO and not value > 0:
+            raise UsageError(f"--{name}={value}: must be above 0")
     if not (0 <= config.adam_beta1 < 1 and 0 <= config.adam_beta2 < 1):
         raise UsageError("adam_beta1 and adam_beta2 must be at least 0 and below 1")
-    if not config.temperature > 0:
-        raise UsageError(f"--temperature={config.temperature}: must be above 0 "
-                         "(a policy gradient needs a distribution)")
     longest = config.max_prompt_length + config.max_response_length
     if config.tokens_per_microbatch < longest:
         raise UsageError(f"--tokens_per_microbatch={config.tokens_per_microbatch}: a prompt and its response "
                          f"may take {longest} tokens; raise it, or lower max_prompt_length or "
                          "max_response_length")
-    names = [Path(path).stem for path in config.eval_data.split(",")]
+    names = [Path(path).stem for path in filter(None, config.eval_data.split(","))]
+    if config.eval_only and not names:
+        raise UsageError("--eval_only=True needs --eval_data")
     if len(names) > len(set(names)):
         raise UsageError(f"--eval_data={config.eval_data}: two files of one name would share their metrics")
     algorithm = algorithm_of(config)
@@ -266,14 +279,12 @@ def check_config(config: Config) -> None:
         policy_loss(probe, probe, probe, probe, **loss_arguments(algorithm))
         compute_advantages(probe[0], probe[0], probe[0] + 1, algorithm.advantage)
         reduce_loss(probe, probe, algorithm.loss_mean)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error).splitlines()[0]) from None
     if not (0 <= algorithm.eps_low < 1 and algorithm.eps_high >= 0 and algorithm.dual_clip > 1):
         raise UsageError("the clip needs 0 <= eps_low < 1, eps_high >= 0 and dual_clip > 1")
     if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
         raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
-    if config.truncated_is_cap is not None and config.truncated_is_cap <= 0:
-        raise UsageError(f"--truncated_is_cap={config.truncated_is_cap}: must be above 0")
     if config.truncated_is_cap is not None and config.old_policy == "sampler":
         raise UsageError('--truncated_is_cap corrects old_policy="trainer"; with "sampler" the weights are '
                          'exact already')
@@ -463,7 +474,7 @@ def compute_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor, kind
     _, group, size = group_ids.unique(return_inverse=True, return_counts=True)
 
     def group_sum(x):  # [N] -> [N]: every member gets the sum over its group
-        return torch.zeros(len(size), dtype=x.dtype).index_add(0, group, x)[group]
+        return torch.zeros(len(size), dtype=x.dtype, device=x.device).index_add(0, group, x)[group]
 
     centered = rewards - group_sum(rewards) / size[group]
     if kind == "group":
@@ -485,6 +496,7 @@ def reduce_loss(loss: Tensor, mask: Tensor, how: str, denominator: float | None 
     "token-mean" Σ over tokens / their number | "sequence-mean" mean over responses of each one's token mean.
     Pass the denominator (tokens, or responses) of the whole mini-batch when loss holds only a part of it: the
     parts then add up to the same gradient however it was cut. None counts what is here."""
+    loss = loss.masked_fill(~mask.bool(), 0.0)  # a product would let what is masked through where it is nan
     if how == "token-mean":
         return (loss * mask).sum() / (mask.sum() if denominator is None else denominator)
     if how == "sequence-mean":
@@ -496,9 +508,8 @@ def reduce_loss(loss: Tensor, mask: Tensor, how: str, denominator: float | None 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """Soft overlong punishment (DAPO): 0 up to max_length − buffer, then linear to −factor at max_length."""
-    if buffer <= 0:
-        return 0.0
-    return -factor * min(max((length - (max_length - buffer)) / buffer, 0.0), 1.0)
+    excess = length - (max_length - buffer)
+    return -factor * min(excess / buffer, 1.0) if excess > 0 and buffer > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -750,6 +761,21 @@ def from_hub(kind: type, config: Config):
         raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
 
 
+def empty_model(config: Config) -> nn.Module:
+    """The model on the meta device: shapes without weights. Raises UsageError."""
+    shape = from_hub(AutoConfig, config)
+    try:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32,
+                                                  attn_implementation=config.attention)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
+    if not (hasattr(getattr(lm, "model", None), "layers") and hasattr(lm, "lm_head")):
+        raise UsageError(f"--model={config.model}: {type(lm).__name__} is not laid out as model.layers and "
+                         "lm_head, as Qwen and Llama are")
+    return lm
+
+
 def load_policy(config: Config, device: torch.device) -> Policy:
     """The model sharded by FSDP2: float32 parameters (bfloat16 AdamW would round away updates at lr 1e-6),
     bfloat16 compute on CUDA, float32 gradients. One rank a node reads the weights and scatters them."""
@@ -758,10 +784,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     if longest > limit:
         raise UsageError(f"--model={config.model} takes {limit} tokens, prompt and response may take "
                          f"{longest}: lower max_prompt_length or max_response_length")
-    mesh = make_mesh(device)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32,
-                                              attn_implementation=config.attention)
+    lm, mesh = empty_model(config), make_mesh(device)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(lm).train()  # in train mode throughout: checkpointing is off in eval mode
@@ -778,7 +801,7 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     if reads:
         try:
             weights = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             problem = str(error).splitlines()[0]
     for problem in filter(None, gather(problem)):  # all ranks stop together
         raise UsageError(f"--model={config.model}: {problem}")
@@ -853,9 +876,9 @@ def microbatches(samples: list[Sample], ranks: int, budget: int) -> list[list[li
         count += 1
 
 
-def token_logprobs(policy: Policy, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: Policy, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T], float32, of a micro-batch's response tokens, zero after each end."""
-    outputs = policy(packed.input_ids, packed.position_ids, packed.predict, packed.targets, temperature)
+    outputs = model(packed.input_ids, packed.position_ids, packed.predict, packed.targets, temperature)
     logprobs, entropy = (packed.pad(x.split(packed.lengths)) for x in outputs)
     return logprobs, entropy
 
@@ -1138,12 +1161,14 @@ def pretrain(run: Run) -> None:
     optimizer = torch.optim.AdamW(run.policy.parameters(), lr=config.pretrain_learning_rate)
     bar = tqdm(range(config.pretrain_steps), "supervised warm-up", disable=rank() > 0 or None, leave=False)
     for step in bar:
+        seed_all(config.seed, "warm-up", step)
         samples = []
         for i in prompts_at(len(run.train_rows), step * config.pretrain_rows, config.pretrain_rows,
                             config.seed):
             row = run.train_rows[i]
-            answer = (run.tokenizer.encode(f"{ANSWER_LABEL} {row['ground_truth']}")
-                      + [run.tokenizer.eos_token_id])
+            taught = random.choice(run.train_rows) if random.random() < config.pretrain_wrong else row
+            answer = run.tokenizer.encode(f"{ANSWER_LABEL} {taught['ground_truth']}")
+            answer.append(run.tokenizer.eos_token_id)
             samples.append(Sample(row, i, row["prompt_ids"], answer, torch.empty(0), True))
         denominator = sum(len(s.response_ids) for s in samples)
         total = 0.0
@@ -1154,12 +1179,8 @@ def pretrain(run: Run) -> None:
             loss.backward()
             total += loss.item()
         optimizer_step(run.policy, optimizer, config.grad_clip)
-        total = sum(gather(total)) / world_size()
         bar.set_postfix_str(f"loss {total:.3f}", refresh=False)
-        if total <= config.pretrain_loss:
-            break
-    bar.close()
-    log(f"supervised warm-up: {step + 1} steps, last loss {total:.3f}")
+    log(f"supervised warm-up: {config.pretrain_steps} steps, last loss {total:.3f}")
 
 
 def sync(run: Run) -> None:
@@ -1463,25 +1484,41 @@ def load_checkpoint(run: Run, folder: Path) -> None:
     log(f"resumed from {folder}")
 
 
+def make_folder(folder: Path, new: bool = False) -> bool:
+    """Make it; False where it must be new and is not. Raises UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=not new)
+    except OSError as error:
+        if new and folder.is_dir():
+            return False
+        raise UsageError(f"--out_dir={folder}: can't be made ({error.strerror}); choose another") from error
+    return True
+
+
 def open_out_dir(config: Config) -> Path:
     """The run's folder: a new numbered one, or the named one if its config is this one. Rank 0 only."""
     if not config.out_dir:
         for number in itertools.count(1):
-            with contextlib.suppress(FileExistsError):
-                folder = Path("out", f"run-{number}")
-                folder.mkdir(parents=True)
+            folder = Path("out", f"run-{number}")
+            if make_folder(folder, new=True):
                 return folder
     folder = Path(config.out_dir)
     stored = folder / "config.json"
-    if stored.exists() and not config.eval_only:
-        before = json.loads(stored.read_text())
+    if stored.exists() and config.eval_only:
+        raise UsageError(f"{folder} holds a run: evaluate into another --out_dir, and name the model by "
+                         f"--model={folder}/checkpoints/step_N")
+    if stored.exists():
+        try:
+            before = json.loads(stored.read_text())
+        except ValueError:
+            raise UsageError(f"{stored}: not JSON; delete it, or choose another --out_dir") from None
         differ = [f"{name} ({before.get(name)!r} there, {value!r} now)"
                   for name, value in dataclasses.asdict(config).items()
                   if name not in MAY_CHANGE and before.get(name) != value]
         if differ:
             raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
                              "Choose another --out_dir, or the stored values")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return folder
 
 
@@ -1570,8 +1607,7 @@ LOGIT_COPIES = 5  # [CHUNK, V] float32 tensors alive at once in the head's backw
 def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, float]:
     """GiB per GPU, from the model's shape alone. compute_bytes: 2 bfloat16 (CUDA), 4 float32 (CPU)."""
     shape = from_hub(AutoConfig, config)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    lm = empty_model(config)
     total = sum(p.numel() for p in lm.parameters())
     layer = sum(p.numel() for p in lm.model.layers[0].parameters())
     root = total - layer * len(lm.model.layers)
@@ -1685,7 +1721,8 @@ def train(run: Run) -> None:
         load_checkpoint(run, saved[-1])
     else:
         if rank() == 0:
-            shutil.rmtree(run.out_dir / "checkpoints", ignore_errors=True)
+            for old in (run.out_dir / "checkpoints").glob("step_*"):
+                shutil.rmtree(old)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 write_text(run.out_dir / name, "")
         if config.pretrain_steps:
@@ -1696,7 +1733,7 @@ def train(run: Run) -> None:
                 save_checkpoint(run)
     metrics_path = run.out_dir / "metrics.jsonl"
     begins = on_rank_0(lambda: not metrics_path.read_text())
-    if begins and config.eval_every and run.eval_sets:
+    if begins and run.step == 0 and config.eval_every and run.eval_sets:
         metrics = evaluate(run, 0)
         if rank() == 0:
             append(metrics_path, [dict(step=0, **metrics)])
@@ -1709,7 +1746,10 @@ def train(run: Run) -> None:
         log(log_line(metrics, config.iterations))
         mixed = {s.group for s in samples if s.correct} & {s.group for s in samples if not s.correct}
         run.constant_rewards = 0 if mixed else run.constant_rewards + 1
-        for alarm in alarms(metrics, run.constant_rewards, run.device.type == "cuda"):
+        # signs of nothing there: Schedule-Free's w differs from 1, the sampler's gap holds the drift of πθ
+        meant = {"first_ratio_error": None} if config.optimizer == "schedule-free" else {}
+        meant |= {"sampler_gap": None} if config.old_policy == "sampler" else {}
+        for alarm in alarms(metrics | meant, run.constant_rewards, run.device.type == "cuda"):
             log(f"  warning: {alarm}")
         rows = sample_rows(step, samples)
         if step % 10 == 1:
@@ -1724,18 +1764,19 @@ def train(run: Run) -> None:
         if rank() == 0:
             append(metrics_path, [metrics])
             append(run.out_dir / "samples.jsonl", rows)
-            if evaluates or last:
+            if evaluates:
                 draw_curves(run.out_dir)
         stopping = any(gather(bool(stop)))
         if config.save_every and (step % config.save_every == 0 or last or stopping):
             save_checkpoint(run)
         bar.update()
         if stopping:
-            options = [o for o in sys.argv[1:] if not o.startswith("--out_dir=")]
+            options = [option for option in sys.argv[1:] if not option.startswith("--out_dir=")]
             log(f"stopped after iteration {step}; to go on, start the same way: "
-                f"rpg.py {' '.join(options)} --out_dir={run.out_dir}")
+                f"rpg.py {shlex.join([*options, f'--out_dir={run.out_dir}'])}")
             break
     else:
+        on_rank_0(lambda: draw_curves(run.out_dir))
         log(f"done: {run.out_dir}/curves.png, metrics.jsonl, samples.jsonl, checkpoints/")
     bar.close()
 
