@@ -612,6 +612,8 @@ def prompts_at(count: int, start: int, how_many: int, seed: int) -> list[int]:
 
 def score(samples: list[Sample], tokenizer, config: Config) -> None:
     """Grade in place: +1 right, −1 wrong, plus the overlong penalty. `correct` never includes the penalty."""
+    if not samples:  # a rank without prompts; decoding nothing gives no list
+        return
     texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
     grades = grade_all(texts, [s.row["ground_truth"] for s in samples], config.grade_timeout)
     overlong = algorithm_of(config).overlong

@@ -970,8 +970,8 @@ def loop_demo(tmp_path_factory):
     """The real command, shortened, in an empty folder."""
     folder = tmp_path_factory.mktemp("demo")
     options = dict(
-        out_dir="run", pretrain_steps=60, iterations=20, prompts_per_iteration=48, prompts_per_generation=48,
-        prompts_per_step=16, learning_rate=2e-4, lr_warmup_iterations=5, eval_every=10, eval_samples=4,
+        out_dir="run", pretrain_steps=150, pretrain_wrong=0.4, iterations=20, prompts_per_iteration=48,
+        prompts_per_generation=48, prompts_per_step=16, learning_rate=2e-4, lr_warmup_iterations=5, eval_every=10, eval_samples=4,
         save_every=20)
     done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1118,7 +1118,7 @@ def test_loop_demo_files(loop_demo):
     assert [row["step"] for row in rows if "eval/arithmetic-eval/pass@4" in row] == [0, 10, 20]
     assert {row["step"] for row in loop_rows(loop_demo.out / "samples.jsonl")} == set(range(1, 21))
     assert {"reward", "advantage", "response"} <= loop_rows(loop_demo.out / "samples.jsonl")[0].keys()
-    assert json.loads((loop_demo.out / "config.json").read_text())["pretrain_steps"] == 60
+    assert json.loads((loop_demo.out / "config.json").read_text())["pretrain_steps"] == 150
     assert (loop_demo.out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (loop_demo.out / "checkpoints").iterdir()) == ["step_0", "step_20"]
 
@@ -2091,7 +2091,7 @@ def test_loop_alarm_in_a_run(loop_demo, tmp_path):
     steps = [i for i, line in enumerate(lines) if line.startswith("step ") and "/6 " in line]
     per_step = [lines[a:b] for a, b in zip(steps, [*steps[1:], len(lines)])]
     assert [sum("truncated" in line and "warning" in line for line in part) for part in per_step] == [1] * 6
-    assert [any("same reward" in line for line in part) for part in per_step] == [False] * 4 + [True] * 2
+    assert [any("all right or all wrong" in line for line in part) for part in per_step] == [False] * 4 + [True] * 2
 
 
 def test_loop_memory_plan_is_what_is_allocated(loop_fresh):
@@ -2222,7 +2222,7 @@ def test_loop_real_model(tmp_path):
 
 def loop_slow_demo(folder):
     """A warmed-up model, as loop_demo has it."""
-    options = dict(out_dir="run", pretrain_steps=60, iterations=0, eval_every=0)
+    options = dict(out_dir="run", pretrain_steps=60, pretrain_wrong=0.0, iterations=0, eval_every=0)
     done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()))
     assert done.returncode == 0, done.stderr
     return loop_demo_in(folder)
