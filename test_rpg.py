@@ -970,7 +970,7 @@ def loop_demo(tmp_path_factory):
     """The real command, shortened, in an empty folder."""
     folder = tmp_path_factory.mktemp("demo")
     options = dict(
-        out_dir="run", pretrain_steps=150, pretrain_wrong=0.4, iterations=20, prompts_per_iteration=48,
+        out_dir="run", pretrain_steps=150, pretrain_wrong=0.5, iterations=20, prompts_per_iteration=48,
         prompts_per_generation=48, prompts_per_step=16, learning_rate=2e-4, lr_warmup_iterations=5, eval_every=10, eval_samples=4,
         save_every=20)
     done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()))
