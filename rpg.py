@@ -159,7 +159,7 @@ class Config:
     # The tiny model (used when model is empty and there is no GPU)
     pretrain_steps: int = 0  # supervised steps before RL, on answers of which ...
     pretrain_wrong: float = 0.0  # ... this share is wrong: RL starts from a model that errs about as often
-    pretrain_learning_rate: float = 1e-3  # falls linearly to 0
+    pretrain_learning_rate: float = 1e-3
     pretrain_rows: int = 128  # problems in a supervised step
     # Memory plan
     plan: bool = False  # print the memory plan and stop; needs neither a GPU nor weights
@@ -174,9 +174,9 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=250, pretrain_wrong=0.5, iterations=90, prompts_per_iteration=48,
-    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1e-4,
-    adam_beta2=0.99, eval_every=15, eval_samples=8, save_every=15,
+    pretrain_steps=300, pretrain_wrong=0.4, iterations=115, prompts_per_iteration=48,
+    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1.5e-4,
+    adam_beta2=0.99, eval_every=23, eval_samples=8, save_every=60,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
@@ -1164,7 +1164,6 @@ def pretrain(run: Run) -> None:
     bar = tqdm(range(config.pretrain_steps), "supervised warm-up", disable=rank() > 0 or None, leave=False)
     for step in bar:
         seed_all(config.seed, "warm-up", step)
-        optimizer.param_groups[0]["lr"] = config.pretrain_learning_rate * (1 - step / config.pretrain_steps)
         samples = []
         for i in prompts_at(len(run.train_rows), step * config.pretrain_rows, config.pretrain_rows,
                             config.seed):
