@@ -174,9 +174,9 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=300, pretrain_wrong=0.4, iterations=115, prompts_per_iteration=48,
-    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1.5e-4,
-    adam_beta2=0.99, eval_every=23, eval_samples=8, save_every=60,
+    pretrain_steps=300, pretrain_wrong=0.45, iterations=90, prompts_per_iteration=48,
+    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1e-4,
+    adam_beta2=0.99, eval_every=15, eval_samples=8, save_every=15,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
