@@ -583,8 +583,8 @@ def seed_all(*key: object) -> None:
 def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
     """Rows of a data file with their "prompt_ids"; prompts over the limit are dropped and counted."""
     default = {str(Path(prep_data.DATA_DIR) / f"{name}.parquet"): name for name in prep_data.DATASETS}
-    if path in default and not Path(path).exists():
-        on_rank_0(lambda: prep_data.prepare(default[path], path))
+    if path in default:  # asked on rank 0 alone: the others could find the file that it has just made
+        on_rank_0(lambda: Path(path).exists() or prep_data.prepare(default[path], path))
     if not tokenizer.chat_template:
         raise UsageError(f"the tokenizer of {config.model} has no chat template: use a chat model, or add a "
                          "chat_template to its tokenizer_config.json")
@@ -1718,7 +1718,7 @@ def train(run: Run) -> None:
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, ask_to_stop)
-    saved = complete_checkpoints(run.out_dir) if config.resume == "auto" else []
+    saved = on_rank_0(lambda: complete_checkpoints(run.out_dir)) if config.resume == "auto" else []
     if saved:
         load_checkpoint(run, saved[-1])
     else:
