@@ -36,6 +36,7 @@ What differs from the paper and its released code, and why:
 import contextlib
 import dataclasses
 import difflib
+import errno
 import hashlib
 import heapq
 import inspect
@@ -58,8 +59,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin at barriers starve a shared CPU
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # threads that spin long at barriers starve a shared CPU
 
+import jinja2  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist
@@ -158,7 +160,7 @@ class Config:
     resume: str = "auto"  # "auto": go on from what out_dir holds; "never": start over
     # The tiny model (used when model is empty and there is no GPU)
     pretrain_steps: int = 0  # supervised steps before RL, on answers of which ...
-    pretrain_wrong: float = 0.0  # ... this share is wrong: RL starts from a model that errs about as often
+    pretrain_wrong: float = 0.0  # ... this share has a random digit in it: RL starts from what errs as often
     pretrain_learning_rate: float = 1e-3
     pretrain_rows: int = 128  # problems in a supervised step
     # Memory plan
@@ -174,9 +176,9 @@ TINY = dict(
     train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
     eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
-    pretrain_steps=300, pretrain_wrong=0.45, iterations=90, prompts_per_iteration=48,
-    prompts_per_generation=112, max_generation_batches=1, prompts_per_step=16, learning_rate=1e-4,
-    adam_beta2=0.99, eval_every=15, eval_samples=8, save_every=15,
+    pretrain_steps=300, pretrain_wrong=0.6, iterations=100, prompts_per_iteration=48,
+    prompts_per_generation=56, max_generation_batches=2, prompts_per_step=16, learning_rate=1e-4,
+    adam_beta2=0.99, eval_every=20, eval_samples=8, save_every=20,
 )
 GPU_MODEL = "Qwen/Qwen3-4B"
 DEFAULT_LENGTH = 2048  # prompt and response, the paper's "2K" setting
@@ -184,15 +186,10 @@ CHOICES = {"optimizer": ("adamw", "schedule-free"), "rollout": ("vllm", "hf", No
            "resume": ("auto", "never"), "old_policy": ("trainer", "sampler"),
            "reference": ("iterated", "fixed", None),
            "attention": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}
-POSITIVE = (
-    "prompts_per_iteration", "responses_per_prompt", "prompts_per_step", "prompts_per_generation",
-    "max_generation_batches", "max_prompt_length", "max_response_length", "eval_samples", "reference_every",
-    "keep_checkpoints", "plan_gpus", "threads", "pretrain_rows")
-NOT_NEGATIVE = (
-    "iterations", "eval_every", "save_every", "pretrain_steps", "lr_warmup_iterations", "learning_rate",
-    "pretrain_learning_rate", "weight_decay", "overlong_buffer", "overlong_factor", "beta",
-    "reference_kl_target", "seed")
-ABOVE_ZERO = ("temperature", "grad_clip", "grade_timeout", "truncated_is_cap", "vllm_memory", "gpu_memory_gb")
+MAY_BE_ZERO = (
+    "seed", "beta", "eps_low", "eps_high", "reference_kl_target", "iterations", "overlong_buffer",
+    "overlong_factor", "learning_rate", "lr_warmup_iterations", "weight_decay", "adam_beta1", "adam_beta2",
+    "eval_every", "save_every", "pretrain_steps", "pretrain_wrong", "pretrain_learning_rate")
 MAY_BE_INFINITE = ("eps_high", "dual_clip", "truncated_is_cap", "grad_clip")
 MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out_dir", "resume", "plan",
               "plan_gpus", "gpu_memory_gb")
@@ -253,16 +250,15 @@ def check_config(config: Config) -> None:
     if config.algorithm not in ALGORITHMS:
         raise UsageError(f"--algorithm={config.algorithm}: choose one of {', '.join(ALGORITHMS)}")
     for name, value in dataclasses.asdict(config).items():
-        if value is None:
+        if type(value) not in (int, float):
             continue
-        if isinstance(value, float) and not (math.isfinite(value) or value > 0 and name in MAY_BE_INFINITE):
+        if not (math.isfinite(value) or value > 0 and name in MAY_BE_INFINITE):
             raise UsageError(f"--{name}={value}: must be a finite number")
-        if name in POSITIVE and value < 1 or name in NOT_NEGATIVE and value < 0:
-            raise UsageError(f"--{name}={value}: must be at least {int(name in POSITIVE)}")
-        if name in ABOVE_ZERO and not value > 0:
-            raise UsageError(f"--{name}={value}: must be above 0")
-    if not (0 <= config.adam_beta1 < 1 and 0 <= config.adam_beta2 < 1):
-        raise UsageError("adam_beta1 and adam_beta2 must be at least 0 and below 1")
+        if not (value > 0 or value == 0 and name in MAY_BE_ZERO):
+            raise UsageError(f"--{name}={value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+    for name in ("adam_beta1", "adam_beta2", "eps_low"):
+        if (getattr(config, name) or 0) >= 1:
+            raise UsageError(f"--{name}={getattr(config, name)}: must be below 1")
     longest = config.max_prompt_length + config.max_response_length
     if config.tokens_per_microbatch < longest:
         raise UsageError(f"--tokens_per_microbatch={config.tokens_per_microbatch}: a prompt and its response "
@@ -281,8 +277,8 @@ def check_config(config: Config) -> None:
         reduce_loss(probe, probe, algorithm.loss_mean)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error).splitlines()[0]) from None
-    if not (0 <= algorithm.eps_low < 1 and algorithm.eps_high >= 0 and algorithm.dual_clip > 1):
-        raise UsageError("the clip needs 0 <= eps_low < 1, eps_high >= 0 and dual_clip > 1")
+    if not algorithm.dual_clip > 1:
+        raise UsageError(f"--dual_clip={algorithm.dual_clip}: must be above 1")
     if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
         raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
     if config.truncated_is_cap is not None and config.old_policy == "sampler":
@@ -589,9 +585,12 @@ def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
         raise UsageError(f"the tokenizer of {config.model} has no chat template: use a chat model, or add a "
                          "chat_template to its tokenizer_config.json")
     rows = prep_data.read_rows(path)
-    for row in rows:
-        row["prompt_ids"] = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
-                                                          return_dict=False)
+    try:
+        for row in rows:
+            row["prompt_ids"] = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
+                                                              return_dict=False)
+    except jinja2.TemplateError as error:
+        raise UsageError(f"{path}: the chat template of {config.model} refuses a prompt: {error}") from error
     short = [row for row in rows if len(row["prompt_ids"]) <= config.max_prompt_length]
     if not short:
         raise UsageError(f"{path}: no prompt is within --max_prompt_length={config.max_prompt_length} "
@@ -679,6 +678,8 @@ def log(text: str) -> None:
 
 def gather(item: object) -> list:
     """[item of rank 0, item of rank 1, …] on every rank."""
+    if world_size() == 1:
+        return [item]
     items = [None] * world_size()
     dist.all_gather_object(items, item)
     return items
@@ -700,6 +701,7 @@ def on_rank_0(function) -> object:
 
 def make_tiny_model(config: Config) -> None:
     """A Qwen3 of 0.8 M parameters with a character tokenizer, as a folder. "Answer: " is one token."""
+    unfinished = config.model + ".tmp"
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     label = ANSWER_LABEL + " "
@@ -709,13 +711,14 @@ def make_tiny_model(config: Config) -> None:
     tokenizer.decoder = decoders.Fuse()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>",
-                            unk_token="<|unk|>", chat_template=template).save_pretrained(config.model)
+                            unk_token="<|unk|>", chat_template=template).save_pretrained(unfinished)
     seed_all(config.seed, "tiny model")
     shape = Qwen3Config(vocab_size=len(words), hidden_size=192, intermediate_size=512, num_hidden_layers=2,
                         head_dim=32, num_attention_heads=4, num_key_value_heads=4,
                         max_position_embeddings=256, tie_word_embeddings=True,
                         pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(config.model)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(unfinished)
+    os.rename(unfinished, config.model)
 
 
 class Policy(nn.Module):
@@ -1168,8 +1171,11 @@ def pretrain(run: Run) -> None:
         for i in prompts_at(len(run.train_rows), step * config.pretrain_rows, config.pretrain_rows,
                             config.seed):
             row = run.train_rows[i]
-            taught = random.choice(run.train_rows) if random.random() < config.pretrain_wrong else row
-            answer = run.tokenizer.encode(f"{ANSWER_LABEL} {taught['ground_truth']}")
+            taught = row["ground_truth"]
+            if random.random() < config.pretrain_wrong:
+                at = random.randrange(len(taught))
+                taught = taught[:at] + random.choice("0123456789") + taught[at + 1 :]
+            answer = run.tokenizer.encode(f"{ANSWER_LABEL} {taught}")
             answer.append(run.tokenizer.eos_token_id)
             samples.append(Sample(row, i, row["prompt_ids"], answer, torch.empty(0), True))
         denominator = sum(len(s.response_ids) for s in samples)
@@ -1468,12 +1474,16 @@ def complete_checkpoints(out_dir: Path) -> list[Path]:
 
 def load_checkpoint(run: Run, folder: Path) -> None:
     """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
-    for name, value in json.loads((folder / "run.json").read_text()).items():
-        setattr(run, name, value)
-    with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only;
-        run.optimizer.state.clear()  # switching left empty entries, which would count as created
-        state = checkpoint_state(run)
-    dcp.load(state, checkpoint_id=folder / "state")
+    try:
+        for name, value in json.loads((folder / "run.json").read_text()).items():
+            setattr(run, name, value)
+        with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only;
+            run.optimizer.state.clear()  # switching left empty entries, which would count as created
+            state = checkpoint_state(run)
+        dcp.load(state, checkpoint_id=folder / "state")
+    except (OSError, ValueError, AssertionError, dcp.api.CheckpointException) as error:
+        raise UsageError(f"{folder}: can't be read ({type(error).__name__}); delete it to go on from an "
+                         "earlier one") from error
     set_model_state_dict(run.policy, state["model"])
     if "optimizer" in state:
         set_optimizer_state_dict(run.policy, run.optimizer, state["optimizer"])
@@ -1684,7 +1694,7 @@ def build(config: Config, device: torch.device, out_dir: Path) -> Run:
     """Everything that an iteration needs, in the order vLLM asks for: the engine before the model."""
     if not config.model:
         config = dataclasses.replace(config, model=str(out_dir / "model"))
-        on_rank_0(lambda: Path(config.model, "config.json").exists() or make_tiny_model(config))
+        on_rank_0(lambda: Path(config.model).exists() or make_tiny_model(config))
     tokenizer = from_hub(AutoTokenizer, config)
     train_rows = [] if config.eval_only else load_rows(config.train_data, tokenizer, config)
     eval_sets = {Path(path).stem: load_rows(path, tokenizer, config)
@@ -1812,4 +1822,9 @@ if __name__ == "__main__":
     except (UsageError, prep_data.DataError) as error:
         if rank() == 0:
             print(f"rpg.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"rpg.py: {error.strerror}: free space and start the same command again", file=sys.stderr)
         sys.exit(2)

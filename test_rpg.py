@@ -1645,10 +1645,12 @@ def test_loop_a_rank_that_raises_ends_the_run(loop_demo, tmp_path):
 
 def loop_bad_cases(folder, demo):
     """Options that must be refused, with words that the message must have."""
-    bare, untemplated, odd, weightless = (folder / name for name in "bare untemplated odd weightless".split())
-    for model in (untemplated, weightless):
+    bare, untemplated, refusing, odd, weightless = (
+        folder / name for name in "bare untemplated refusing odd weightless".split())
+    for model in (untemplated, refusing, weightless):
         shutil.copytree(demo.model, model, ignore=shutil.ignore_patterns("state", "*.pt"))
     (untemplated / "chat_template.jinja").unlink()
+    (refusing / "chat_template.jinja").write_text("{{ raise_exception('one turn only') }}")
     (weightless / "model.safetensors").unlink()
     bare.mkdir()
     shutil.copytree(demo.model, odd, ignore=shutil.ignore_patterns("state", "*.pt", "*.safetensors"))
@@ -1674,7 +1676,7 @@ def loop_bad_cases(folder, demo):
         "unknown choice": (dict(optimizer="sgd"), ["--optimizer=sgd", "schedule-free"]),
         "unknown kl": (dict(kl="k9"), ["k9", "urkl"]),
         "unknown advantage": (dict(advantage="best"), ["best", "group-normalized"]),
-        "out of range": (dict(prompts_per_step=0), ["--prompts_per_step=0", "at least 1"]),
+        "out of range": (dict(prompts_per_step=0), ["--prompts_per_step=0", "above 0"]),
         "not a number": (dict(learning_rate="nan"), ["--learning_rate"]),
         "greedy": (dict(temperature=0), ["--temperature=0"]),
         "small budget": (dict(tokens_per_microbatch=10), ["--tokens_per_microbatch=10", "16"]),
@@ -1698,6 +1700,7 @@ def loop_bad_cases(folder, demo):
         "no model": (dict(model=bare), [str(bare)]),
         "no weights": (dict(model=weightless), [str(weightless)]),
         "no chat template": (dict(model=untemplated), [str(untemplated), "chat template"]),
+        "refusing template": (dict(model=refusing), ["arithmetic.parquet", str(refusing), "one turn only"]),
         "short context": (dict(max_response_length=300, tokens_per_microbatch=512),
                           ["256", "308", "max_response_length"]),
         "vLLM refuses": (dict(model=odd, rollout="vllm"), ["--rollout=vllm", str(odd), "--rollout=hf"]),
@@ -1719,7 +1722,7 @@ LOOP_BAD_NAMES = """unknown option, wrong type, wrong flag, unknown algorithm, u
     unknown advantage, out of range, not a number, greedy, small budget, hard clip, two corrections,
     correction of nothing, one name twice, fixed and refreshed, negative seed, bad beta, unknown attention,
     missing data, missing evaluation, bad row, bad parquet row, bad parquet, missing column, not JSON,
-    empty data, only long prompts, no model, no weights, no chat template, short context,
+    empty data, only long prompts, no model, no weights, no chat template, refusing template, short context,
     vLLM refuses, other config"""
 
 
@@ -2055,6 +2058,31 @@ def test_loop_full_disk_keeps_the_old_checkpoint(loop_demo, tmp_path):
     assert loop_snapshot(tmp_path / "run/checkpoints") == before
     loop_rpg(tmp_path, *argv, "--iterations=2")
     assert [row["step"] for row in loop_rows(tmp_path / "run/metrics.jsonl")] == [1, 2]
+
+
+def test_loop_full_disk_while_metrics_are_written(loop_demo, tmp_path):
+    """Space that runs out between saves is said in one line with status 2; the start after it goes through."""
+    argv = loop_argv(loop_demo, out_dir="run", iterations=9)
+    _, err = loop_rpg(tmp_path, 5000, *argv, code=2, function=loop_limited_main)
+    assert err.startswith("rpg.py: ") and err.count("\n") == 1 and "free space" in err
+    assert (tmp_path / "run/metrics.jsonl").stat().st_size > 0
+    loop_rpg(tmp_path, *argv)
+    assert [row["step"] for row in loop_rows(tmp_path / "run/metrics.jsonl")] == [*range(1, 10)]
+
+
+@pytest.mark.parametrize("damaged", ["run.json", "state/.metadata", "state/__0_0.distcp"])
+def test_loop_damaged_checkpoint(loop_demo, tmp_path, damaged):
+    """A checkpoint that cannot be read is named in one line with status 2; without it the run resumes earlier."""
+    argv = loop_argv(loop_demo, out_dir="run", save_every=1)
+    loop_rpg(tmp_path, *argv)
+    newest = tmp_path / "run/checkpoints/step_2"
+    (newest / damaged).write_bytes(b"")
+    _, err = loop_rpg(tmp_path, *argv, code=2)
+    last = err.splitlines()[-1]  # torch.distributed.checkpoint may log before it
+    assert last.startswith("rpg.py: ") and "step_2" in last and "delete it" in last, err
+    shutil.rmtree(newest)
+    out, _ = loop_rpg(tmp_path, *argv)
+    assert "resumed from run/checkpoints/step_1" in out
 
 
 # §9: alarms and the memory plan
