@@ -130,7 +130,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict]]:
                                     "quote fields that contain commas or line breaks")
                 yield place, row
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; correct the path, or make it with prep_data.py") from None
+        raise DataError(f"{path}: no such file; correct the path") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, {place or f'line {error.lineno}'}: not JSON ({error.msg}); correct it"
                         + ("" if place else ", or name the file .jsonl if each line is an object")) from None

@@ -2,36 +2,37 @@
 
     python rpg.py                         no GPU, no data: a tiny model learns to add, in a few minutes
     torchrun --nproc_per_node=8 rpg.py    Qwen3-4B on DAPO-Math-17k, 8 GPUs (FSDP2, vLLM in-process)
-    python rpg.py --help                  every constant of §1; change it there or pass --name=value
+    python rpg.py --help                  every constant of section 1; change it there or pass --name=value
 
 The paper: "On the Design of KL-Regularized Policy Gradient Algorithms for LLM Reasoning" (ICLR 2026,
 arXiv 2505.17508). Its claim: KL direction, normalisation, estimator and clip are independent choices. So one
 loss function takes the choices as arguments, one table holds the algorithms as rows, one loop runs any.
+The sections of this file, and what of the paper (§, App.) stands in each:
 
-    §1  constants        App. H, §5
-    §2  the maths        objectives Eq. 3.1, 3.3, E.1, E.2; weights Prop. 3.2, 3.6, E.1, E.3; losses Tables 1,
+    1   constants        App. H, §5
+    2   the maths        objectives Eq. 3.1, 3.3, E.1, E.2; weights Prop. 3.2, 3.6, E.1, E.3; losses Tables 1,
                          4, Prop. 4.1, App. F (Eq. F.1, F.2), App. L; clip Eq. 4.1, Alg. 1, 2, Remark F.2;
                          GRPO's mismatch §2.2; k3 identities App. D; baselines App. H
-    §3  data and reward  overlong shaping, dynamic sampling (§5, App. H)
-    §4  model            shard, pack, log-probs, reference snapshot (§5)
-    §5  rollout          Hugging Face generate or vLLM, weight sync
-    §6  one iteration    Fig. 1, Alg. 2's outer loop
-    §7  evaluation       mean@k, pass@k (§5, Fig. 7)
-    §8  checkpoint, resume
-    §9  what people look at: log line, metrics, samples, curves (Fig. 4 to 6), memory plan
-    §10 main
+    3   data and reward  overlong shaping, dynamic sampling (§5, App. H)
+    4   model            shard, pack, log-probs, reference snapshot (§5)
+    5   rollout          Hugging Face generate or vLLM, weight sync
+    6   one iteration    Fig. 1, Alg. 2's outer loop
+    7   evaluation       mean@k, pass@k (§5, Fig. 7)
+    8   checkpoint, resume
+    9   what people look at: log line, metrics, samples, curves (Fig. 4 to 6), memory plan
+    10  main
 
 Shapes: N responses in a batch, B in a micro-batch, T tokens of the longest of them, L tokens of a packed row,
 M response tokens in it, H hidden size, V the vocabulary. Tensors carry them: `logprobs  # [B, T]`.
 
 What differs from the paper and its released code, and why:
- 1. The KL anchor π_ref and the sampling policy π_old are kept apart (§2); reference_every = 1 makes them one.
- 2. Alg. 1 with the KL inside the clipped advantage loses the forward KL (§2): clip the reward, add exact KL.
+ 1. The KL anchor π_ref and the sampling policy π_old are kept apart; reference_every = 1 makes them one.
+ 2. Alg. 1 with the KL inside the clipped advantage loses the forward KL: clip the reward, add the exact KL.
  3. KL terms have no clamp of their own: it would remove their gradient in the tail, where it is needed.
  4. K counts iterations, not optimizer steps, between refreshes of the reference: only there π_old changes.
  5. One denominator a mini-batch: a token's weight depends on no cut into micro-batches or ranks.
  6. Dynamic sampling that runs dry trains on the groups it has, instead of ending the run.
- 7. Token weights drop the weight of the prefix, as all token-level methods do: §2 says what that leaves out.
+ 7. Token weights drop the weight of the prefix, as all token-level methods do: section 2 says what is lost.
 """
 import contextlib
 import difflib
@@ -107,21 +108,21 @@ class Config:
     out_dir: str = ""  # empty: a new folder out/run-N each start; a named one is resumed
     seed: int = 0  # every random draw is a function of the seed, its purpose, the step and the rank
     # Algorithm; None: what the row of ALGORITHMS says
-    algorithm: str = "rpg-reinforce-urkl"  # a row of ALGORITHMS (§2)
+    algorithm: str = "rpg-reinforce-urkl"  # a row of ALGORITHMS (section 2)
     estimator: str | None = None  # "reinforce" (Alg. 2) or "differentiable" (Alg. 1)
     kl: str | None = None  # fkl, ufkl, rkl, urkl; k1, k2, k3, k3-corrected; none
     beta: float | None = None  # KL strength: 1e-4 in the paper, 1e-3 is worse (Fig. 9)
     clip: str | None = None  # none, dual (RPG-Style Clip) or hard (Remark F.2)
     eps_low: float | None = None  # w is clipped at 1 - eps_low ...
     eps_high: float | None = None  # ... and at 1 + eps_high: (0.2, 0.28) or (0.1, 0.1) in the paper
-    dual_clip: float | None = None  # c: bound of w where the advantage is negative
+    dual_clip: float | None = None  # c: no gradient at w >= c where the advantage is negative
     advantage: str | None = None  # group, group-normalized, batch, whitened, group-whitened
     loss_mean: str | None = None  # token-mean or sequence-mean
     dynamic_sampling: bool | None = None  # train only on groups that are neither all right nor all wrong
     overlong: bool | None = None  # soft penalty on responses near the length limit
     reference: str | None = None  # "iterated" or "fixed" (the initial policy)
-    reference_every: int | None = None  # iterations between refreshes when iterated; None: 1, or by KL only
-    reference_kl_target: float | None = None  # refresh too when the moving average of kl_ref passes this
+    reference_every: int | None = None  # iterations between refreshes; None: 1, or no limit with ...
+    reference_kl_target: float | None = None  # ... this: refresh when the average of kl_ref passes it
     # One iteration
     iterations: int = 400  # a rollout and its optimizer steps; the paper's "steps"
     prompts_per_iteration: int = 512  # groups trained on, over all ranks
@@ -160,7 +161,7 @@ class Config:
     # Checkpoints
     save_every: int = 20  # iterations; also at the end; 0: never
     keep_checkpoints: int = 2  # newest ones kept
-    resume: str = "auto"  # "auto": go on from what out_dir holds; "never": start over
+    resume: str = "auto"  # "auto": go on from what out_dir holds; "never": delete its checkpoints
     # The tiny model (used when model is empty and there is no GPU)
     pretrain_steps: int = 0  # supervised steps before RL, on answers of which ...
     pretrain_wrong: float = 0.0  # ... this share has a random digit in it: RL starts from what errs as often
@@ -253,12 +254,15 @@ def check_config(config: Config) -> None:
             raise UsageError(f"--{name}={value}: must be a finite number")
         if not (value > 0 or value == 0 and name in MAY_BE_ZERO):
             raise UsageError(f"--{name}={value}: must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
-        if value >= 1 and name in ("adam_beta1", "adam_beta2", "eps_low"):
+        if value >= 1 and name in ("adam_beta1", "adam_beta2", "eps_low", "pretrain_wrong"):
             raise UsageError(f"--{name}={value}: must be below 1")
     row, longest = config.tokens_per_microbatch, config.max_prompt_length + config.max_response_length
     if row < longest:
         raise UsageError(f"--tokens_per_microbatch={row}: a prompt and its response may take {longest} "
                          "tokens; raise it, or lower max_prompt_length or max_response_length")
+    if config.model and Path(config.model).is_dir() and not Path(config.model, "config.json").exists():
+        raise UsageError(f"--model={config.model}: no config.json in this folder; name a model's, such as "
+                         "out/run-1/checkpoints/step_20")
     names = [Path(path).stem for path in filter(None, config.eval_data.split(","))]
     if config.eval_only and not names:
         raise UsageError("--eval_only=True needs --eval_data")
@@ -266,10 +270,12 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--eval_data={config.eval_data}: two files of one name would share their metrics")
     algorithm = algorithm_of(config)
     probe = torch.zeros(1, 2)
-    with mendable("options of the algorithm"):  # §2 knows its own names
+    with mendable("options of the algorithm"):  # section 2 knows its own names
         policy_loss(probe, probe, probe, probe, **loss_arguments(algorithm))
         compute_advantages(probe[0], probe[0], probe[0] + 1, algorithm.advantage)
         reduce_loss(probe, probe, algorithm.loss_mean)
+    if config.responses_per_prompt == 1 and (algorithm.dynamic_sampling or "group" in algorithm.advantage):
+        raise UsageError(f"--responses_per_prompt=1: {config.algorithm} compares the responses to a prompt")
     if not algorithm.dual_clip > 1:
         raise UsageError(f"--dual_clip={algorithm.dual_clip}: must be above 1")
     if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
@@ -284,6 +290,11 @@ def algorithm_of(config: Config) -> "Algorithm":
     return replace(ALGORITHMS[config.algorithm], **{k: v for k, v in own.items() if v is not None})
 
 
+def settings(config: Config) -> dict:
+    """Every field of the config, with the algorithm's own value where the config has None."""
+    return asdict(config) | asdict(algorithm_of(config))
+
+
 def loss_arguments(algorithm: "Algorithm") -> dict:
     """The keyword arguments of policy_loss."""
     return {name: getattr(algorithm, name)
@@ -292,17 +303,17 @@ def loss_arguments(algorithm: "Algorithm") -> dict:
 
 def help_text() -> str:
     """Every field of Config with its default and comment, read from the source above."""
-    lines = [__doc__.split("\n\n")[0], "", __doc__.split("\n\n")[1], ""]
+    lines, without_gpu = [*__doc__.split("\n\n")[:2], ""], NO_GPU | TINY
     for line in inspect.getsource(Config).splitlines()[2:]:
         if match := re.fullmatch(r"    (\w+): ([^=]+?) = .+?(?:  # (.*))?", line):
             name, kind, comment = match.groups()
-            default = f"--{name}={getattr(Config, name)!r}"
-            lines.append(f"  {default:36} {kind}{'; ' + comment if comment else ''}")
+            default = f"--{name}={getattr(Config, name)}"
+            comment = f"; {comment}" if comment else ""
+            tiny = f" [tiny model: {without_gpu[name]}]" if name in without_gpu else ""
+            lines.append(f"  {default:36} {kind}{comment}{tiny}")
         elif line.startswith("    # "):
             lines += ["", line[6:]]
-    overrides = [f"  {title}: " + " ".join(f"--{name}={value}" for name, value in values.items())
-                 for title, values in (("without a GPU", NO_GPU), ("with the tiny model", TINY))]
-    return "\n".join([*lines, "", "Other defaults:", *overrides, "", "Algorithms: " + ", ".join(ALGORITHMS)])
+    return "\n".join([*lines, "", "Algorithms: " + ", ".join(ALGORITHMS)])
 
 
 # ---- 2. The maths (paper §2.2, §3, §4, App. D to F, H, L) --------------------------------------------------
@@ -316,7 +327,8 @@ def help_text() -> str:
 #     "rkl"   KL(πθ‖π_ref)                       Eq. E.2
 #     "urkl"  KL(πθ‖π_ref) + ∫(π_ref − πθ)       Eq. 3.3    = E_θ[k3(π_ref/πθ)]     (App. D, Remark 3.5)
 #
-# with k3(y) = y − 1 − log y. The samples come from π_old, so every expectation is rewritten with
+# with k3(y) = y − 1 − log y. Language models are normalised: the paper's mass Z_old of the reference is 1.
+# The samples come from π_old, so every expectation is rewritten with
 #
 #     w = πθ/π_old   importance weight,   r = πθ/π_ref   density ratio to the anchor,   q = π_ref/π_old = w/r.
 #
@@ -541,7 +553,7 @@ class Sample:
     row: dict  # of the data set: prompt, ground_truth, data_source
     group: int  # position of its prompt in the run's prompt stream: responses to one prompt share it
     prompt_ids: list[int]
-    response_ids: list[int]  # with the end-of-sequence token, which is trained too; none if truncated
+    response_ids: list[int]  # with the end-of-sequence token, which is trained too; no end token if truncated
     sampler_logprobs: Tensor  # [T] of the sampled tokens, as the sampler computed them
     finished: bool  # ended by itself, not by the length limit
     text: str = ""
@@ -580,7 +592,8 @@ def load_rows(path: str, tokenizer, config: Config) -> list[dict]:
                                                               return_dict=False)
     short = [row for row in rows if len(row["prompt_ids"]) <= limit]
     if not short:
-        raise UsageError(f"{path}: no prompt of {len(rows)} is within --max_prompt_length={limit}")
+        raise UsageError(f"{path}: no prompt of {len(rows)} is within --max_prompt_length={limit}: raise it "
+                         "(the tiny model reads digits and signs only: for other text name a --model)")
     if len(short) < len(rows):
         log(f"{path}: dropped {len(rows) - len(short)} of {len(rows)} prompts longer than {limit} tokens")
     return short
@@ -1027,6 +1040,8 @@ class VLLMRollout:
         self.llm.llm_engine.engine_core.shutdown()  # takes the default process group along
 
 
+Rollout = HFRollout | VLLMRollout
+
 # ---- 6. One iteration (paper Fig. 1, Alg. 2, §5) -----------------------------------------------------------
 
 @dataclass
@@ -1037,7 +1052,7 @@ class Run:
     device: torch.device
     out_dir: Path
     tokenizer: object
-    rollout: HFRollout | VLLMRollout
+    rollout: Rollout
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: Reference | None  # None: π_ref = π_old, no second set of weights
@@ -1280,6 +1295,7 @@ def evaluate(run: Run, step: int) -> dict:
     for name, rows in run.eval_sets.items():
         problems, copies = group_copies(rows)
         ks = [config.eval_samples or n for n in copies]
+        log(f"  evaluating {name}: {len(problems)} problems, {sum(ks)} responses")
         seed_all(config.seed, "eval", name, rank())
         groups = []
         for k in sorted(set(ks)):  # one k, unless the file repeats its problems unevenly; the last is named
@@ -1298,8 +1314,7 @@ def evaluate(run: Run, step: int) -> dict:
             "response_length": np.mean([len(s.response_ids) for s in everyone])}
         result = {key: float(value) for key, value in result.items()}
         metrics |= {f"eval/{name}/{key}": value for key, value in result.items()}
-        log(f"  eval {name}: {len(problems)} problems, "
-            + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
+        log("  " + ", ".join(f"{key} {value:.3f}" for key, value in result.items()))
         if rank() == 0:
             rows_out = [dict(prompt=p["prompt"], ground_truth=p["ground_truth"], responses=[
                 dict(text=s.text, correct=s.correct, reference_verdict=verdict,
@@ -1419,7 +1434,7 @@ def open_out_dir(config: Config) -> Path:
     if stored.exists():
         with mendable(f"{stored}: not JSON; delete it, or choose another --out_dir", ValueError):
             before = json.loads(stored.read_text())
-        changed = {name: now for name, now in asdict(config).items() if before.get(name) != now}
+        changed = {name: now for name, now in settings(config).items() if before.get(name) != now}
         differ = [f"{name} ({before.get(name)!r} there, {now!r} now)" for name, now in changed.items()
                   if name not in MAY_CHANGE]
         if differ:
@@ -1505,6 +1520,8 @@ def draw_curves(out_dir: Path) -> None:
         axis.set_title(name.removeprefix("eval/").replace("_", " "))
         axis.set_xlabel("iteration")
         axis.grid(alpha=0.3)
+    config = json.loads((out_dir / "config.json").read_text())
+    figure.suptitle(f"{config['algorithm']}, seed {config['seed']}")
     temporary = out_dir / "curves.tmp.png"
     figure.savefig(temporary, dpi=110)
     os.replace(temporary, out_dir / "curves.png")
@@ -1545,9 +1562,8 @@ def plan_text(config: Config, gpus: int) -> tuple[str, bool]:
     lines = [f"memory plan per GPU, {config.model} on {gpus} GPUs of {limit:g} GB (GiB):",
              *(f"  {name:16} {size:7.2f}" for name, size in plan.items()), f"  {'total':16} {total:7.2f}",
              f"  a full-length response takes {response:.2f} GiB of KV cache"]
-    if not fits:
-        lines.append("does not fit: use a smaller model, lower max_response_length, max_prompt_length, "
-                     "tokens_per_microbatch or vllm_memory, or more GPUs")
+    lines.append("fits" if fits else "does not fit: use a smaller model, lower max_response_length, "
+                 "max_prompt_length, tokens_per_microbatch or vllm_memory, or more GPUs")
     return "\n".join(lines), fits
 
 
@@ -1557,8 +1573,10 @@ def derived_numbers(config: Config, ranks: int) -> str:
     steps = math.ceil(config.prompts_per_iteration / config.prompts_per_step)
     tokens = responses * (config.max_prompt_length + config.max_response_length)
     micro = math.ceil(tokens / steps / ranks / config.tokens_per_microbatch)
-    return (f"{config.algorithm}: {responses} responses, at most {tokens:,} tokens an iteration; {steps} "
-            f"optimizer steps per rollout, about {micro} micro-batches each on every one of {ranks} ranks")
+    row, point = asdict(ALGORITHMS[config.algorithm]), asdict(algorithm_of(config))
+    own = "".join(f" {name}={value}" for name, value in point.items() if value != row[name])
+    return (f"{config.algorithm}{own}: {responses} responses, at most {tokens:,} tokens an iteration; "
+            f"{steps} optimizer steps per rollout, about {micro} micro-batches each on every one of {ranks} ranks")
 
 
 # ---- 10. Main ----------------------------------------------------------------------------------------------
@@ -1592,7 +1610,8 @@ def build(config: Config, device: torch.device, out_dir: Path) -> Run:
     train_rows = [] if config.eval_only else load_rows(config.train_data, tokenizer, config)
     eval_sets = {Path(path).stem: load_rows(path, tokenizer, config)
                  for path in filter(None, config.eval_data.split(","))}
-    log(derived_numbers(config, world_size()))
+    if not config.eval_only:
+        log(derived_numbers(config, world_size()))
     if device.type == "cuda" and not config.eval_only:
         config.gpu_memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
         text, fits = plan_text(config, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -1616,7 +1635,8 @@ def train(run: Run) -> None:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if not stop and rank() == 0:
-            os.write(1, b"stopping after this iteration; again to quit at once\n")  # print could deadlock
+            # print could deadlock in a signal handler
+            os.write(1, b"stopping once an iteration is done and saved; again to quit at once\n")
         stop.append(time.monotonic())
 
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -1658,10 +1678,11 @@ def train(run: Run) -> None:
         stopping = any(gather(bool(stop)))
         if config.save_every and (step % config.save_every == 0 or last or stopping):
             save_checkpoint(run)
-        if stopping:
+        if stopping and not last:
             options = [option for option in sys.argv[1:] if not option.startswith("--out_dir=")]
-            log(f"stopped after iteration {step}; to go on, start the same way: "
-                f"rpg.py {shlex.join([*options, f'--out_dir={run.out_dir}'])}")
+            launcher = "python" if world_size() == 1 else "torchrun …"
+            log(f"stopped after iteration {step}; to go on: "
+                f"{launcher} {shlex.join([sys.argv[0], *options, f'--out_dir={run.out_dir}'])}")
             break
     else:
         on_rank_0(lambda: draw_curves(run.out_dir))
@@ -1679,11 +1700,17 @@ def main(argv: list[str]) -> None:
     device = setup(config)
     transformers_logging.disable_progress_bar()
     out_dir = on_rank_0(lambda: open_out_dir(config))
-    run = build(config, device, out_dir)
+    try:
+        run = build(config, device, out_dir)
+    except UsageError:
+        if not config.out_dir and rank() == 0:  # a new folder with nothing of the user's
+            shutil.rmtree(out_dir)
+        raise
     if config.eval_only:
         evaluate(run, 0)
+        log(f"done: {out_dir}/eval/")
     else:
-        on_rank_0(lambda: write_text(out_dir / "config.json", json.dumps(asdict(config), indent=1)))
+        on_rank_0(lambda: write_text(out_dir / "config.json", json.dumps(settings(config), indent=1)))
         train(run)
     run.rollout.close()
     if dist.is_initialized():

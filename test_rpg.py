@@ -1620,7 +1620,8 @@ def test_loop_a_rank_may_have_nothing_to_do(loop_demo, tmp_path):
     data = loop_jsonl(tmp_path / "one.jsonl", [loop_problem("45+7=", "52")])
     one = dict.fromkeys(("prompts_per_iteration", "prompts_per_generation", "responses_per_prompt"), 1)
     loop_rpg(tmp_path, *loop_argv(
-        loop_demo, out_dir="run", dynamic_sampling=False, eval_data=data, eval_every=2, **one), ranks=2)
+        loop_demo, out_dir="run", dynamic_sampling=False, advantage="batch", eval_data=data, eval_every=2, **one),
+        ranks=2)
     rows = loop_rows(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2] and all(row["groups_kept"] == 1 for row in rows[1:])
 
@@ -1690,6 +1691,8 @@ def loop_bad_cases(folder, demo):
         "correction of nothing": (dict(truncated_is_cap=0), ["--truncated_is_cap=0"]),
         "one name twice": (dict(eval_data="a/x.parquet,b/x.parquet"), ["--eval_data", "one name"]),
         "fixed and refreshed": (dict(algorithm="grpo", reference_every=2), ["fixed", "--reference=iterated"]),
+        "one response": (dict(responses_per_prompt=1), ["--responses_per_prompt=1"]),
+        "wrong folder": (dict(model=folder), [f"--model={folder}", "config.json", "step_"]),
         "negative seed": (dict(seed=-1), ["--seed=-1"]),
         "bad beta": (dict(adam_beta2=1.5), ["adam_beta2"]),
         "unknown attention": (dict(attention="fast"), ["--attention=fast"]),
@@ -1710,7 +1713,7 @@ def loop_bad_cases(folder, demo):
                           ["256", "308", "max_response_length"]),
         "vLLM refuses": (dict(model=odd, rollout="vllm"), ["--rollout=vllm", str(odd), "--rollout=hf"]),
         "other config": (dict(out_dir="held", learning_rate=3e-4, beta=0.5),
-                         ["held", "learning_rate (0.0001 there, 0.0003 now)", "beta (None there, 0.5 now)"]),
+                         ["held", "learning_rate (0.0001 there, 0.0003 now)", "beta (0.0001 there, 0.5 now)"]),
     }
 
 
@@ -1725,7 +1728,7 @@ def loop_bad(loop_demo, tmp_path_factory):
 
 LOOP_BAD_NAMES = """unknown option, wrong type, wrong flag, unknown algorithm, unknown choice, unknown kl,
     unknown advantage, out of range, not a number, greedy, small budget, hard clip, two corrections,
-    correction of nothing, one name twice, fixed and refreshed, negative seed, bad beta, unknown attention,
+    correction of nothing, one name twice, fixed and refreshed, one response, wrong folder, negative seed, bad beta, unknown attention,
     missing data, missing evaluation, bad row, bad parquet row, bad parquet, missing column, not JSON,
     empty data, only long prompts, no model, no weights, no chat template, refusing template, short context,
     vLLM refuses, other config"""
@@ -2010,7 +2013,7 @@ def test_loop_sigterm_saves_and_says_how_to_go_on(loop_demo, tmp_path):
     out = (tmp_path / "log.out").read_text()
     step = loop_last_step(tmp_path / "run/metrics.jsonl")
     assert loop_saved(tmp_path / "run") == [step]
-    command = re.search(r"^stopped after .* rpg\.py (.*)", out, re.M)[1].split()
+    command = re.search(r"^stopped after .* python \S*rpg\.py (.*)", out, re.M)[1].split()
     assert sorted(command) == sorted(argv)
     loop_rpg(tmp_path, *command, f"--iterations={step + 1}")
     assert [row["step"] for row in loop_rows(tmp_path / "run/metrics.jsonl")] == list(range(1, step + 2))
