@@ -149,7 +149,7 @@ class Config:
     # Machine
     threads: int | None = None  # CPU threads of a process; None: the cores, divided among the node's ranks
     rollout: str | None = None  # "vllm" or "hf" (Hugging Face generate); None: vllm with GPUs, hf without
-    tokens_per_microbatch: int | None = None  # length of a packed row; None: prompt and response limit
+    tokens_per_microbatch: int | None = None  # length of a packed row; None: both limits, at least 1024
     gradient_checkpointing: bool = True  # recompute activations in the backward: less memory, more compute
     attention: str = "sdpa"  # or "flex_attention" (CUDA, long rows: skips masked blocks of packed rows)
     vllm_memory: float = 0.4  # share of a GPU's memory for vLLM's weights and KV cache
@@ -234,7 +234,7 @@ def parse_config(argv: list[str]) -> Config:
     derive("rollout", "vllm")
     derive("max_prompt_length", DEFAULT_LENGTH)
     derive("max_response_length", DEFAULT_LENGTH)
-    derive("tokens_per_microbatch", config.max_prompt_length + config.max_response_length)
+    derive("tokens_per_microbatch", max(1024, config.max_prompt_length + config.max_response_length))
     derive("prompts_per_generation", 3 * config.prompts_per_iteration)
     derive("overlong_buffer", config.max_response_length // 4)
     check_config(config)

@@ -3106,15 +3106,15 @@ def bench_real_run(**options):
             yield run
 
 
-def bench_seconds(function, times=3):
-    """Seconds of one call, the best of a few after one to warm up: other work on the machine only adds."""
-    function()
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def bench_seconds(ways, times=3):
+    """Seconds of a call of each, the best of a few rounds, in turn: other work on the machine only adds."""
+    seconds = {name: [] for name in ways}
+    for turn in range(1 + times):  # the first is to warm up
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name] += [time.perf_counter() - start] * (turn > 0)
+    return {name: min(values) for name, values in seconds.items()}
 
 
 def bench_peak(function) -> tuple[float, float]:
@@ -3184,7 +3184,7 @@ def bench_packing():
         plain = AutoModelForCausalLM.from_pretrained(run.config.model, dtype=torch.float32).train()
         slots = sum(max(s.length for s in samples[i : i + 8]) * 8 for i in range(0, len(samples), 8))
         rows = sum(rpg.pack(pile, run.device).input_ids.numel() for pile in piles)
-        fast, slow = bench_seconds(packed), bench_seconds(padded)
+        fast, slow = bench_seconds(dict(packed=packed, padded=padded)).values()
         print(f"{total} tokens in {len(samples)} log-normal responses: packed {total / fast:.0f} tokens/s, waste "
               f"{1 - total / rows:.1%}; padded {total / slow:.0f} tokens/s, waste {1 - total / slots:.1%}; "
               f"tokens/s ratio {slow / fast:.2f}")
@@ -3195,21 +3195,23 @@ def bench_rollout():
     """VLLMRollout.generate against bare LLM.generate of the same engine, prompts and lengths (SmolLM2-135M)."""
     with bench_real_run() as run:
         run.rollout.sync(run.policy)
-        prompts = list(enumerate(run.train_rows[:8]))
-        bare = run.rollout.vllm.SamplingParams(n=8, temperature=1.0, max_tokens=48, ignore_eos=True)
-        run.rollout.stop = []  # as long as the bare ones
+        prompts, ids = list(enumerate(run.train_rows[:8])), [row["prompt_ids"] for row in run.train_rows[:8]]
+        params = run.rollout.vllm.SamplingParams
+        run.rollout.vllm = SimpleNamespace(  # as long as the bare ones
+            SamplingParams=lambda **options: params(**(options | dict(ignore_eos=True, stop_token_ids=[]))))
 
-        def generated():
-            return sum(len(sample.response_ids) for sample in run.rollout.generate(prompts, 8))
+        def bare(logprobs):
+            sampling = params(n=8, max_tokens=48, ignore_eos=True, logprobs=logprobs)
+            run.rollout.llm.generate([{"prompt_token_ids": p} for p in ids], sampling, use_tqdm=False)
 
-        def plainly():
-            run.rollout.llm.generate([{"prompt_token_ids": row["prompt_ids"]} for _, row in prompts], bare,
-                                     use_tqdm=False)
-
-        tokens = generated()
-        ours, theirs = bench_seconds(generated), bench_seconds(plainly)
-        print(f"rollout, 8 prompts x 8 responses: VLLMRollout {tokens / ours:.0f} tokens/s, bare LLM.generate "
-              f"{8 * 8 * 48 / theirs:.0f} tokens/s, ratio {tokens / ours / (8 * 8 * 48 / theirs):.2f}")
+        ways = {"VLLMRollout": lambda: run.rollout.generate(prompts, 8),
+                "bare LLM.generate, no log-probs": lambda: bare(None),
+                "bare LLM.generate with log-probs": lambda: bare(0)}
+        assert sum(len(sample.response_ids) for sample in ways["VLLMRollout"]()) == 8 * 8 * 48
+        seconds = bench_seconds(ways)
+        for name, value in seconds.items():
+            print(f"rollout, 8 prompts x 8 responses x 48 tokens, {name}: {8 * 8 * 48 / value:.0f} tokens/s, "
+                  f"ratio {value / seconds['VLLMRollout']:.2f}")
         run.rollout.close()
 
 
