@@ -90,8 +90,9 @@ def mendable(what: str, kinds=(ImportError, OSError, RuntimeError, ValueError, S
     try:
         yield
     except kinds as error:
-        said = str(error) or type(error).__name__
-        raise UsageError(f"{what}: {said.splitlines()[0]}") from error
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        told = said[-1 if isinstance(error, dcp.api.CheckpointException) else 0]  # it begins with a traceback
+        raise UsageError(f"{what}: {told}") from error
 
 
 # ---- 1. Constants (paper §5, App. H) -----------------------------------------------------------------------
@@ -231,7 +232,7 @@ def parse_config(argv: list[str]) -> Config:
         if getattr(config, name) is None:
             setattr(config, name, value)
 
-    derive("rollout", "vllm")
+    derive("rollout", "hf" if values else "vllm")
     derive("max_prompt_length", DEFAULT_LENGTH)
     derive("max_response_length", DEFAULT_LENGTH)
     derive("tokens_per_microbatch", max(1024, config.max_prompt_length + config.max_response_length))
@@ -275,10 +276,11 @@ def check_config(config: Config) -> None:
         compute_advantages(probe[0], probe[0], probe[0] + 1, algorithm.advantage)
         reduce_loss(probe, probe, algorithm.loss_mean)
     if config.responses_per_prompt == 1 and (algorithm.dynamic_sampling or "group" in algorithm.advantage):
-        raise UsageError(f"--responses_per_prompt=1: {config.algorithm} compares the responses to a prompt")
+        raise UsageError("--responses_per_prompt=1: nothing to compare a response with; raise it, or choose "
+                         "--advantage=batch --dynamic_sampling=False")
     if not algorithm.dual_clip > 1:
         raise UsageError(f"--dual_clip={algorithm.dual_clip}: must be above 1")
-    if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target):
+    if algorithm.reference == "fixed" and (config.reference_every or config.reference_kl_target is not None):
         raise UsageError(f"{config.algorithm} has a fixed reference: pass --reference=iterated to refresh it")
     if config.truncated_is_cap is not None and config.old_policy == "sampler":
         raise UsageError("--truncated_is_cap corrects old_policy=trainer; with sampler w is exact already")
@@ -309,7 +311,8 @@ def help_text() -> str:
             name, kind, comment = match.groups()
             default = f"--{name}={getattr(Config, name)}"
             comment = f"; {comment}" if comment else ""
-            tiny = f" [tiny model: {without_gpu[name]}]" if name in without_gpu else ""
+            where = "no GPU" if name in NO_GPU else "tiny model"
+            tiny = f" [{where}: {without_gpu[name]}]" if name in without_gpu else ""
             lines.append(f"  {default:36} {kind}{comment}{tiny}")
         elif line.startswith("    # "):
             lines += ["", line[6:]]
@@ -926,7 +929,8 @@ class HFRollout:
 
     def __init__(self, config: Config, tokenizer, device: torch.device):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), dtype=dtype)
+        with mendable(f"--model={config.model}"):
+            self.lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), dtype=dtype)
         self.lm.to(device).eval().requires_grad_(False)
         self.lm.generation_config = GenerationConfig()  # from_config derives one of its own
         self.config, self.device, self.stop = config, device, stop_ids(config.model, tokenizer)
@@ -1238,7 +1242,7 @@ def train_iteration(run: Run, step: int) -> tuple[dict, list[Sample]]:
     with timed("train"), training_weights(run.optimizer):
         for packs, denominator in minibatches:
             norms.append(train_minibatch(run, packs, denominator, sums, peaks, first=not norms))
-    run.synced = run.synced and not norms
+    run.synced = run.synced and not norms and not config.vllm_sleep  # asleep, the engine holds no weights
     # 5. π_old ← πθ happens by itself at the next rollout; π_ref has its own schedule.
     everyone = gather((sums, peaks))
     total = {name: sum(part[0][name] for part in everyone) for name in sums}
@@ -1369,7 +1373,7 @@ def save_checkpoint(run: Run) -> None:
         dcp.save(checkpoint_state(run), checkpoint_id=temporary / "state")
         dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
         weights = {name: whole.to("cpu", dtype) for name, whole in full_parameters(run.policy) if rank() == 0}
-        if rank() == 0:  # the gathers above met every rank, after it had written its shards
+        if rank() == 0:  # dcp.save has returned: every rank has written its shards
             run.policy.lm.config.dtype = dtype
             run.policy.lm.save_pretrained(temporary, state_dict=weights)
             run.tokenizer.save_pretrained(temporary)
@@ -1558,12 +1562,16 @@ def plan_text(config: Config, gpus: int) -> tuple[str, bool]:
     per_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head  # keys and values, bfloat16
     response = per_token * (config.max_prompt_length + config.max_response_length) / 2**30
     total, limit = sum(plan.values()), config.gpu_memory_gb
+    if config.vllm_sleep:  # the engine is never there together with what only training needs
+        engine = sum(size for name, size in plan.items() if name.startswith("vLLM"))
+        held = sum(plan[name] for name in ("parameters", "gradients", "optimizer", "reference"))
+        total = max(total - engine, held + engine)
     fits = total <= limit and plan.get("vLLM KV cache", response) >= response
     lines = [f"memory plan per GPU, {config.model} on {gpus} GPUs of {limit:g} GB (GiB):",
              *(f"  {name:16} {size:7.2f}" for name, size in plan.items()), f"  {'total':16} {total:7.2f}",
              f"  a full-length response takes {response:.2f} GiB of KV cache"]
     lines.append("fits" if fits else "does not fit: use a smaller model, lower max_response_length, "
-                 "max_prompt_length, tokens_per_microbatch or vllm_memory, or more GPUs")
+                 "max_prompt_length, tokens_per_microbatch or vllm_memory, vllm_sleep, or more GPUs")
     return "\n".join(lines), fits
 
 
@@ -1576,7 +1584,7 @@ def derived_numbers(config: Config, ranks: int) -> str:
     row, point = asdict(ALGORITHMS[config.algorithm]), asdict(algorithm_of(config))
     own = "".join(f" {name}={value}" for name, value in point.items() if value != row[name])
     return (f"{config.algorithm}{own}: {responses} responses, at most {tokens:,} tokens an iteration; "
-            f"{steps} optimizer steps per rollout, about {micro} micro-batches each on every one of {ranks} ranks")
+            f"{steps} optimizer steps per rollout, about {micro} micro-batches each, on {ranks} ranks")
 
 
 # ---- 10. Main ----------------------------------------------------------------------------------------------
@@ -1636,7 +1644,7 @@ def train(run: Run) -> None:
             signal.raise_signal(number)
         if not stop and rank() == 0:
             # print could deadlock in a signal handler
-            os.write(1, b"stopping once an iteration is done and saved; again to quit at once\n")
+            os.write(1, b"stopping once an iteration is done; again to quit at once\n")
         stop.append(time.monotonic())
 
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -1681,8 +1689,9 @@ def train(run: Run) -> None:
         if stopping and not last:
             options = [option for option in sys.argv[1:] if not option.startswith("--out_dir=")]
             launcher = "python" if world_size() == 1 else "torchrun …"
-            log(f"stopped after iteration {step}; to go on: "
-                f"{launcher} {shlex.join([sys.argv[0], *options, f'--out_dir={run.out_dir}'])}")
+            command = shlex.join([sys.argv[0], *options, f"--out_dir={run.out_dir}"])
+            on = f"to go on: {launcher} {command}" if config.save_every else "nothing saved (--save_every=0)"
+            log(f"stopped after iteration {step}; {on}")
             break
     else:
         on_rank_0(lambda: draw_curves(run.out_dir))
@@ -1721,7 +1730,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UsageError as error:
-        if rank() == 0:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # on each node: one may lack a file
             print(f"rpg.py: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:

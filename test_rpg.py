@@ -1651,14 +1651,16 @@ def test_loop_a_rank_that_raises_ends_the_run(loop_demo, tmp_path):
 
 def loop_bad_cases(folder, demo):
     """Options that must be refused, with words that the message must have."""
-    bare, untemplated, refusing, odd, weightless = (
-        folder / name for name in "bare untemplated refusing odd weightless".split())
+    bare, untemplated, refusing, odd, weightless, encoder = (
+        folder / name for name in "bare untemplated refusing odd weightless encoder".split())
     for model in (untemplated, refusing, weightless):
         shutil.copytree(demo.model, model, ignore=shutil.ignore_patterns("state", "*.pt"))
     (untemplated / "chat_template.jinja").unlink()
     (refusing / "chat_template.jinja").write_text("{{ raise_exception('one turn only') }}")
     (weightless / "model.safetensors").unlink()
     bare.mkdir()
+    shutil.copytree(demo.model, encoder, ignore=shutil.ignore_patterns("state", "*.safetensors"))
+    (encoder / "config.json").write_text('{"model_type": "t5"}')
     shutil.copytree(demo.model, odd, ignore=shutil.ignore_patterns("state", "*.pt", "*.safetensors"))
     shape = dict(vocab_size=22, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16,
                  num_attention_heads=2, num_key_value_heads=2)
@@ -1691,6 +1693,8 @@ def loop_bad_cases(folder, demo):
         "correction of nothing": (dict(truncated_is_cap=0), ["--truncated_is_cap=0"]),
         "one name twice": (dict(eval_data="a/x.parquet,b/x.parquet"), ["--eval_data", "one name"]),
         "fixed and refreshed": (dict(algorithm="grpo", reference_every=2), ["fixed", "--reference=iterated"]),
+        "fixed with a target": (dict(algorithm="grpo", reference_kl_target=0), ["fixed"]),
+        "no decoder": (dict(model=encoder), [f"--model={encoder}", "T5Config"]),
         "one response": (dict(responses_per_prompt=1), ["--responses_per_prompt=1"]),
         "wrong folder": (dict(model=folder), [f"--model={folder}", "config.json", "step_"]),
         "negative seed": (dict(seed=-1), ["--seed=-1"]),
@@ -1728,7 +1732,8 @@ def loop_bad(loop_demo, tmp_path_factory):
 
 LOOP_BAD_NAMES = """unknown option, wrong type, wrong flag, unknown algorithm, unknown choice, unknown kl,
     unknown advantage, out of range, not a number, greedy, small budget, hard clip, two corrections,
-    correction of nothing, one name twice, fixed and refreshed, one response, wrong folder, negative seed, bad beta, unknown attention,
+    correction of nothing, one name twice, fixed and refreshed, fixed with a target, no decoder, one response,
+    wrong folder, negative seed, bad beta, unknown attention,
     missing data, missing evaluation, bad row, bad parquet row, bad parquet, missing column, not JSON,
     empty data, only long prompts, no model, no weights, no chat template, refusing template, short context,
     vLLM refuses, other config"""
@@ -1760,6 +1765,17 @@ def test_loop_bad_input_on_two_ranks(loop_bad, loop_demo, case):
     _, err = loop_rpg(loop_bad.folder, *argv, code=2, ranks=2, timeout=30)
     assert err.startswith("rpg.py: ") and err.count("\n") == 1 and all(word in err for word in words), err
     assert (loop_bad.folder / "log1.err").read_text() == ""
+
+
+def test_loop_a_refused_start_takes_its_folder_along(loop_demo, tmp_path):
+    """A refused start removes the numbered folder that it made, and nothing else; a named folder stays."""
+    for name in ("out/run-1", "named"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "mine").write_text("precious")
+    loop_rpg(tmp_path, *loop_argv(loop_demo, train_data="absent.parquet"), code=2)
+    loop_rpg(tmp_path, *loop_argv(loop_demo, train_data="absent.parquet", out_dir="named"), code=2)
+    assert os.listdir(tmp_path / "out") == ["run-1"]
+    assert (tmp_path / "out/run-1/mine").exists() and (tmp_path / "named/mine").exists()
 
 
 def test_loop_bad_input_of_the_real_command(tmp_path):
@@ -2088,6 +2104,7 @@ def test_loop_damaged_checkpoint(loop_demo, tmp_path, damaged):
     _, err = loop_rpg(tmp_path, *argv, code=2)
     last = err.splitlines()[-1]  # torch.distributed.checkpoint may log before it
     assert last.startswith("rpg.py: ") and "step_2" in last and "delete it" in last, err
+    assert "dict_keys" not in last  # the head of a traceback, which says nothing
     shutil.rmtree(newest)
     out, _ = loop_rpg(tmp_path, *argv)
     assert "resumed from run/checkpoints/step_1" in out
