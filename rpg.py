@@ -325,10 +325,10 @@ def help_text() -> str:
 #
 #     J(θ) = E_πθ[R] − β·D,     D = one of four divergences between πθ and the anchor π_ref:
 #
-#     "fkl"   KL(π_ref‖πθ)                       Eq. E.1    with R = 0: maximum likelihood (Remark E.2)
-#     "ufkl"  KL(π_ref‖πθ) + ∫(πθ − π_ref)       Eq. 3.1    = E_ref[k3(πθ/π_ref)]                 (App. D)
-#     "rkl"   KL(πθ‖π_ref)                       Eq. E.2
-#     "urkl"  KL(πθ‖π_ref) + ∫(π_ref − πθ)       Eq. 3.3    = E_θ[k3(π_ref/πθ)]     (App. D, Remark 3.5)
+#     "fkl"   KL(π_ref‖πθ)                   Eq. E.1    with R = 0: maximum likelihood (Remark E.2)
+#     "ufkl"  KL(π_ref‖πθ) + ∫(πθ − π_ref)   Eq. 3.1    = E_ref[k3(πθ/π_ref)]                 (App. D)
+#     "rkl"   KL(πθ‖π_ref)                   Eq. E.2
+#     "urkl"  KL(πθ‖π_ref) + ∫(π_ref − πθ)   Eq. 3.3    = E_θ[k3(π_ref/πθ)]     (App. D, Remark 3.5)
 #
 # with k3(y) = y − 1 − log y. Language models are normalised: the paper's mass Z_old of the reference is 1.
 # The samples come from π_old, so every expectation is rewritten with
@@ -340,10 +340,10 @@ def help_text() -> str:
 # ∇E_θ[f] = E_old[w (f ∇log πθ + ∇f)] for any f(x, θ) turns ∇J into E_old[W ∇log πθ], W = wA + C, where
 # A = R − b is the advantage (a baseline b that does not see x adds mean zero), and C comes from D:
 #
-#     fkl    −∇D = E_ref[∇log πθ] = E_old[q ∇log πθ]                    C = βq                Prop. E.1
-#     ufkl   the mass adds −∇∫πθ = −E_old[w ∇log πθ]                    C = −β(w − q)         Prop. 3.2
-#     rkl    −∇D = −E_θ[(log r + 1) ∇log πθ]                            C = −βw(log r + 1)    Prop. E.3
-#     urkl   the mass cancels the "+1", which has mean zero             C = −βw log r         Prop. 3.6
+#     fkl    −∇D = E_ref[∇log πθ] = E_old[q ∇log πθ]                C = βq                Prop. E.1
+#     ufkl   the mass adds −∇∫πθ = −E_old[w ∇log πθ]                C = −β(w − q)         Prop. 3.2
+#     rkl    −∇D = −E_θ[(log r + 1) ∇log πθ]                        C = −βw(log r + 1)    Prop. E.3
+#     urkl   the mass cancels the "+1", which has mean zero         C = −βw log r         Prop. 3.6
 #
 # From it follow two losses with ∇loss = −W ∇log πθ (Prop. 4.1, App. L: the same gradient, token by token):
 #

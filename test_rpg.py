@@ -970,8 +970,8 @@ def loop_demo(tmp_path_factory):
     """The real command, shortened, in an empty folder."""
     folder = tmp_path_factory.mktemp("demo")
     options = dict(
-        out_dir="run", pretrain_steps=60, pretrain_wrong=0.0, iterations=20, prompts_per_iteration=48,
-        prompts_per_generation=48, prompts_per_step=16, learning_rate=2e-4, adam_beta2=0.95,
+        out_dir="run", pretrain_steps=150, iterations=20, prompts_per_iteration=48, prompts_per_generation=48,
+        prompts_per_step=16, learning_rate=2e-4, adam_beta2=0.95,
         lr_warmup_iterations=5, eval_every=10, eval_samples=4, save_every=20)
     done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1092,11 +1092,11 @@ def loop_gap(samples):
 # The demo
 
 def test_loop_demo_learns(loop_demo):
-    """`python rpg.py`, shortened, gains accuracy on held-out problems, by twice the noise or more."""
+    """`python rpg.py`, shortened, gains far more accuracy on held-out problems than the noise."""
     rows = {row["step"]: row for row in loop_rows(loop_demo.out / "metrics.jsonl")}
     before, after = (rows[step]["eval/arithmetic-eval/mean@4"] for step in (0, 20))
     noise = math.hypot(*(rows[step]["eval/arithmetic-eval/stderr"] for step in (0, 20)))
-    assert before < 0.5 and after - before > 2 * noise
+    assert before < 0.5 and after - before > max(0.2, 2.5 * noise)
 
 
 def test_loop_learning_rate_zero_learns_nothing(loop_demo, tmp_path):
@@ -1118,7 +1118,7 @@ def test_loop_demo_files(loop_demo):
     assert [row["step"] for row in rows if "eval/arithmetic-eval/pass@4" in row] == [0, 10, 20]
     assert {row["step"] for row in loop_rows(loop_demo.out / "samples.jsonl")} == set(range(1, 21))
     assert {"reward", "advantage", "response"} <= loop_rows(loop_demo.out / "samples.jsonl")[0].keys()
-    assert json.loads((loop_demo.out / "config.json").read_text())["pretrain_steps"] == 60
+    assert json.loads((loop_demo.out / "config.json").read_text())["pretrain_steps"] == 150
     assert (loop_demo.out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (loop_demo.out / "checkpoints").iterdir()) == ["step_0", "step_20"]
 
@@ -2286,7 +2286,7 @@ def test_loop_real_model(tmp_path):
 
 def loop_slow_demo(folder):
     """A warmed-up model, as loop_demo has it."""
-    options = dict(out_dir="run", pretrain_steps=60, pretrain_wrong=0.0, iterations=0, eval_every=0)
+    options = dict(out_dir="run", pretrain_steps=150, iterations=0, eval_every=0)
     done = loop_python(folder, LOOP_FOLDER / "rpg.py", *(f"--{k}={v}" for k, v in options.items()))
     assert done.returncode == 0, done.stderr
     return loop_demo_in(folder)
